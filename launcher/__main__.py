@@ -1,0 +1,199 @@
+"""`python -m launcher [VERB] ...`: a verb and its words -> one call; the exit code says who must act."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from launcher import __version__
+from launcher.errors import ConfigError, ExitCode, LauncherError, Problem
+
+if TYPE_CHECKING:
+    from launcher.planning.config import Composed
+    from launcher.spec import RunPlan
+
+_LOOK = ("status", "logs", "stop")
+_LATER = ("fetch", "env", "evaluate", "score", "export", "report", "sweep")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb and return the process's exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(words)
+        sys.stdout.flush()
+        return code
+    except LauncherError as error:
+        print(error.render(), file=sys.stderr)
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        return int(ExitCode.INTERRUPTED)
+    except BrokenPipeError:
+        # The reader (head, less) has gone; what Python still holds must not raise again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(ExitCode.OK)
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        print(f"internal error: {type(error).__name__}: {error}\nThis is a mistake of the launcher.", file=sys.stderr)
+        return int(ExitCode.INTERNAL)
+
+
+def _dispatch(words: list[str]) -> int:
+    verb, rest = _split_verb(words)
+    if verb == "version":
+        print(f"launcher {__version__}")
+        return int(ExitCode.OK)
+    return _VERBS[verb](rest)
+
+
+def _split_verb(words: list[str]) -> tuple[str, list[str]]:
+    """The verb and the words after it; without a verb it is `run`."""
+    if words[:1] and words[0] in _LOOK:
+        return words[0], words[1:]  # they have help of their own
+    if "--help" in words or "-h" in words:
+        return "help", []
+    if words[:1] == ["--version"]:
+        return "version", []
+    if not words or words[0].startswith("-") or "=" in words[0]:
+        return "run", words
+    if words[0] in _VERBS:
+        return words[0], words[1:]
+    _refuse_verb(words[0])
+    return "run", words  # a misplaced word, answered with the other problems
+
+
+def _refuse_verb(word: str) -> None:
+    """Raise ConfigError when `word` was meant as a verb."""
+    from launcher.planning import habits, keys
+
+    if word in _LATER:
+        raise ConfigError(Problem(f"{word} is not part of this version", tries=("python -m launcher help",)))
+    plain = word.lower().replace("-", "").replace("_", "")
+    near = keys.nearest(plain, [*_VERBS, *habits.VERBS], cutoff=0.7)
+    if near and (word not in keys.groups() or word in habits.VERBS):
+        ours = habits.VERBS.get(near, near)
+        raise ConfigError(Problem(f"there is no verb {word}", tries=(f"python -m launcher {ours} ...",)))
+
+
+def _plan(words: Sequence[str]) -> tuple[Composed, RunPlan]:
+    """Compose and plan. Raises ConfigError with every problem found."""
+    from datetime import datetime, timezone
+
+    from launcher.planning.config import read_config
+
+    composed = read_config(words)
+
+    from launcher.planning.plan import make_plan  # after the words: a wrong one is answered without it
+    from launcher.running.facts import gather_facts
+
+    now = datetime.now(timezone.utc)
+    return composed, make_plan(composed.config, gather_facts(composed.config), now=now)
+
+
+def _run_verb(words: list[str]) -> int:
+    composed, plan = _plan(words)
+
+    from launcher.running.supervise import run_plan
+
+    return run_plan(plan, config_yaml=composed.yaml, overrides=list(composed.overrides))
+
+
+def _plan_verb(words: list[str]) -> int:
+    as_json = "--json" in words
+    _, plan = _plan([word for word in words if word != "--json"])
+    if as_json:
+        import json
+
+        print(json.dumps(plan_data(plan), indent=2, ensure_ascii=False))
+    else:
+        from launcher.planning.describe import describe
+
+        print(describe(plan))
+    return int(ExitCode.OK)
+
+
+def plan_data(plan: RunPlan) -> dict[str, Any]:
+    """The plan for programs: all of it, `world_size` beside it, secrets masked."""
+    from launcher.planning.secrets import masked
+    from launcher.spec import to_data
+
+    data: dict[str, Any] = {"world_size": plan.world_size, **to_data(plan)}
+    data["env"] = masked(data["env"])
+    data["config"]["env"]["set"] = masked(data["config"]["env"]["set"])
+    return data
+
+
+def _config_verb(words: list[str]) -> int:
+    from launcher.planning.help import config_text
+    from launcher.planning.overrides import take_config_dirs
+
+    rest, folders, problems = take_config_dirs(words)
+    if len(rest) > 1:
+        problems.append(Problem("config takes one group", tries=(f"python -m launcher config {rest[0]}",)))
+    if problems:
+        raise ConfigError(*problems)
+    print(config_text(folders, rest[0] if rest else None), end="")
+    return int(ExitCode.OK)
+
+
+def _check_verb(words: list[str]) -> int:
+    if words[:1] != ["data"]:
+        text = "check what? This version checks data; hosts are checked when a run starts"
+        raise ConfigError(Problem(text, tries=("python -m launcher check data ...",)))
+    import subprocess
+    import tempfile
+    from pathlib import Path
+
+    from launcher.spec import plan_to_json
+
+    _, plan = _plan(words[1:])
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "plan.json"
+        file.write_text(plan_to_json(plan), encoding="utf-8")
+        command = [sys.executable, "-m", "launcher.training", "check", "--plan", str(file)]
+        code = subprocess.run(command, check=False).returncode
+    return code if code >= 0 else int(ExitCode.INTERNAL)
+
+
+def _resume_verb(words: list[str]) -> int:
+    from launcher.planning.resumed import resumed_words
+
+    return _run_verb(resumed_words(words))
+
+
+def _watch_verb(verb: str) -> Callable[[list[str]], int]:
+    def look(words: list[str]) -> int:
+        from launcher.running import watch
+
+        return watch.main(verb, words)
+
+    return look
+
+
+def _help_verb(words: list[str]) -> int:
+    if words:
+        return _config_verb(words)
+    from launcher.planning.help import help_text
+    from launcher.resources import conf_dir
+
+    print(help_text([conf_dir()]), end="")
+    return int(ExitCode.OK)
+
+
+_VERBS: dict[str, Callable[[list[str]], int]] = {
+    "run": _run_verb,
+    "plan": _plan_verb,
+    "config": _config_verb,
+    "check": _check_verb,
+    **{verb: _watch_verb(verb) for verb in _LOOK},
+    "resume": _resume_verb,
+    "help": _help_verb,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Decide: pure functions from configuration to a plan. No process, no network, no torch."""

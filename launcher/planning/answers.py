@@ -1,0 +1,224 @@
+"""What to type instead: answers to unknown keys, options, flags and words."""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import Problem
+from launcher.planning import grammar, habits, keys
+from launcher.planning.help import VERBS
+
+Options = Mapping[str, Sequence[str]]
+
+_CONFIG = "python -m launcher config"
+_HYDRA_FLAGS = {
+    "--cfg": ("python -m launcher plan",),
+    "-c": ("python -m launcher plan",),
+    "--info": ("python -m launcher plan", _CONFIG),
+    "--resolve": ("python -m launcher plan",),
+    "--config-path": ("--config-dir FOLDER",),
+    "-cp": ("--config-dir FOLDER",),
+    "--config-name": ("--config-dir FOLDER", "experiment=NAME"),
+    "-cn": ("--config-dir FOLDER", "experiment=NAME"),
+    "--hydra-help": ("python -m launcher help",),
+    "--json": ("python -m launcher plan --json",),
+}
+# A file where an option is expected -> the keys that take files.
+_FILES = {
+    "dataset": "dataset=jsonl dataset.train={}",
+    "train": "dataset=jsonl dataset.train={}",
+    "eval": "dataset.eval={}",
+    "model": "model.path={}",
+    "zero": "zero.config={}",
+    "cluster": "cluster.hostfile={}",
+    "checkpoint": "resume={}",
+}
+
+
+def takes_list(key: str) -> bool:
+    """Whether several values of `key` make sense in one run."""
+    return key == "gpus" or typing.get_origin(keys.base(keys.kind_of(key))) is list
+
+
+_EXAMPLES = {"nodes": "2", "gpus": "2", "optim.lr": "1e-5", "train.max_steps": "1000", "cluster.master_port": "29500"}
+
+
+def example(key: str) -> str:
+    """`key` with its default, or with a value of its type."""
+    if key in _EXAMPLES:
+        return f"{key}={_EXAMPLES[key]}"
+    value = keys.default(key) if key in keys.kinds() else None
+    if value is not None and value != "???":
+        return grammar.shell(f"{key}={grammar.as_typed(value)}")
+    if value is None and keys.is_optional(keys.kind_of(key)):
+        return f"{key}=null"
+    return placeholder(key)
+
+
+def placeholder(key: str) -> str:
+    """`key` with a word for what belongs there."""
+    folder = key in ("model.path", "run.dir", "run.root", "resume")
+    return f"{key}={'FOLDER' if folder else 'FILE' if key in keys.PATHS else 'VALUE'}"
+
+
+def spelled(key: str, raw: str, options: Options) -> str:
+    """`key=raw` with names of ours where `raw` is a habitual one, safe for a shell."""
+    synonyms = habits.VALUES.get(key, {})
+    if key in options:
+        option = keys.nearest_option(raw, key, options[key], synonyms)
+        return file_key(key, raw) or f"{key}={option or 'NAME'}"
+    value = synonyms.get(raw.lower(), raw)
+    if key == "tune.target_modules":
+        value = as_expression(value)
+    if value and keys.is_text(key) and grammar.top_level_commas(value) and not grammar.parse(value).quoted:
+        value = grammar.in_quotes(value)
+    if not value:
+        value = "true" if keys.kind_of(key) is bool else "VALUE"
+    return grammar.shell(f"{key}={value}")
+
+
+def as_expression(names: str) -> str:
+    """A list of module names, as peft takes it, as one regular expression over module names."""
+    if names in ("all-linear", "all_linear"):
+        return "null"
+    if not re.fullmatch(r"\[[\w.,\-'\" ]+\]|[\w.\-]+(,[\w.\-]+)+", names):
+        return names
+    modules = "|".join(re.findall(r"[\w.\-]+", names))
+    return rf".*\.({modules})"
+
+
+def usual(group: str, options: Options) -> str:
+    """The option of `group` that is taken when none is named, or the first one."""
+    return keys.default_options().get(group) or options[group][0]
+
+
+def file_key(group: str, raw: str) -> str | None:
+    """The key that takes the file or folder `raw`, when an option of `group` was expected."""
+    template = _FILES.get(group)
+    is_file = re.search(r"\.(jsonl?|txt)$", raw) or raw[:1] in ("/", "~", ".") or Path(raw).exists()
+    if not (template and raw and is_file):
+        return None
+    return " ".join(grammar.shell(word.replace("{}", raw)) for word in template.split())
+
+
+def _filled(template: str, raw: str, options: Options) -> str:
+    """A template of habits.py with the typed value in place."""
+    words = []
+    for word in template.split():
+        key, _, value = word.partition("=")
+        words.append(spelled(key, value.replace("{}", raw) if raw or value != "{}" else "", options))
+    return " ".join(words)
+
+
+def _suggestion(name: str, raw: str, options: Options) -> tuple[str, tuple[str, ...]]:
+    """A remark and lines to try for a key, flag or group that does not exist."""
+    dotted = name.replace("/", ".")
+    known = habits.meant(dotted) or habits.meant(dotted.rsplit(".", 1)[-1])
+    if dotted in options or keys.kind_of(dotted) is not None:
+        return "", (spelled(dotted, raw, options),)
+    inside = dotted.split(".")[0] in options and "." in dotted
+    same_leaf = dotted.rsplit(".", 1)[-1] in {key.rsplit(".", 1)[-1] for key in keys.kinds()}
+    if known and not (inside and same_leaf):
+        template, remark = known
+        return remark, (_filled(template, raw, options),) if template else ()
+    if re.fullmatch(r"[A-Z][A-Z0-9]*_[A-Z0-9_]+", name):
+        return "variables of the ranks are set with env.set", (spelled(f"env.set.{name}", raw, options),)
+    group = keys.nearest(dotted, options, cutoff=0.75) if "." not in dotted else None
+    if group:
+        return "", (spelled(group, raw, options),)
+    meant = keys.meant_keys(dotted)
+    habit = keys.nearest(dotted, [name for name in habits.HABITS if "." in name], cutoff=0.85)
+    if habit:
+        return "", (_filled(habits.HABITS[habit], raw, options),)
+    return "", tuple(spelled(key, raw, options) for key in meant)
+
+
+def for_unknown_key(key: str, word: str, raw: str, options: Options) -> Problem:
+    """KEY=VALUE with a key that does not exist."""
+    if re.match(r"hydra[./]", key):
+        ours = {"hydra.run.dir": (f"run.dir={raw}",), "hydra.searchpath": ("--config-dir FOLDER",)}
+        text = f"{word}: Hydra only composes here; its own settings have no effect"
+        return Problem(text, tries=ours.get(key, ("python -m launcher help",)))
+    remark, tries = _suggestion(key, raw, options)
+    text = f"{word}: there is no key {key}" + (f"; {remark}" if remark else "")
+    return Problem(text, tries=tries or (_no_match(key, options),) if not remark or tries else ())
+
+
+def for_flag(flag: str, name: str, word: str, raw: str, options: Options) -> Problem:
+    """A word that starts with a dash."""
+    if flag in _HYDRA_FLAGS:
+        return Problem(f"{word} is not an option here", tries=_HYDRA_FLAGS[flag])
+    remark, tries = _suggestion(name, raw, options)
+    text = f"{word}: options are written KEY=VALUE" + (f"; {remark}" if remark else "")
+    return Problem(text, tries=tries or (() if remark else (_no_match(name, options),)))
+
+
+def for_unknown_option(group: str, raw: str, options: Options) -> Problem:
+    """GROUP=OPTION with an option that does not exist."""
+    names = options[group]
+    file = file_key(group, raw)
+    if file:
+        return Problem(f"{group}={raw}: {group} takes the name of an option, not a file", tries=(file,))
+    inside = [key for key in keys.kinds() if key.startswith(f"{group}.")]
+    near = keys.nearest_option(raw, group, names, habits.VALUES.get(group, {}))
+    if near is None and raw[:1] == "{" and inside:
+        return Problem(f"{group}={raw}: keys of {group} are set one by one", tries=(f"{inside[0]}=VALUE",))
+    text = f"{group}={raw}: no such option; {group} has {', '.join(names)}"
+    return Problem(text, tries=(f"{group}={near or names[0]}",) if near or names else ())
+
+
+def for_bare_word(word: str, options: Options) -> Problem:
+    """A word without `=`."""
+    if not word.strip() or word == "\\":
+        text = "an empty word on the command line (an unset shell variable, or a blank after a backslash?)"
+        return Problem(text, tries=("the command without it",))
+    if word.startswith("~"):
+        return _for_removal(word, word[1:].partition("=")[0], options)
+    name, colon, raw = word.partition(":")
+    if word == "=" or colon:
+        tries = _suggestion(name, raw.strip(), options)[1] if colon else ()
+        return Problem(f"{word}: a value is set with =, without blanks", tries=tries or ("KEY=VALUE",))
+    if word in VERBS:
+        return Problem(f"{word}: a verb goes first", tries=(f"python -m launcher {word} ...",))
+    return _for_name(word, options)
+
+
+def _for_name(word: str, options: Options) -> Problem:
+    """A word that may be a group, a key, or an option, without the rest."""
+    if word in options:
+        choices = ", ".join(options[word])
+        return Problem(f"{word}: which one? {word} has {choices}", tries=(f"{word}={usual(word, options)}",))
+    if keys.kind_of(word) is not None:
+        return Problem(f"{word} has no value", tries=(example(word),))
+    groups = [group for group, names in options.items() if word in names]
+    if groups:
+        return Problem(f"{word}: options are written GROUP=OPTION", tries=tuple(f"{group}={word}" for group in groups))
+    remark, tries = _suggestion(word, "", options)
+    text = f"{word}: neither a verb nor KEY=VALUE" + (f"; {remark}" if remark else "")
+    return Problem(text, tries=tries or ("python -m launcher help",))
+
+
+def _for_removal(word: str, name: str, options: Options) -> Problem:
+    """`~NAME`: nothing can be removed, since every group and key is needed."""
+    if name == keys.EXPERIMENT:
+        tries: tuple[str, ...] = (f"{name}=null",)
+    elif name in options:
+        tries = (f"{name}={usual(name, options)}",)
+    else:
+        tries = (example(name),) if keys.kind_of(name) is not None else ()
+    has = f"; {name} has {', '.join(options[name])}" if name in options else ""
+    return Problem(f"{word}: groups and keys cannot be removed{has}", tries=tries)
+
+
+def _no_match(name: str, options: Options) -> str:
+    group = name.replace("/", ".").split(".")[0]
+    return f"{_CONFIG} {group}" if group in options else _CONFIG
+
+
+def shown(value: Any) -> str:
+    """A value as it is shown in a problem."""
+    return grammar.as_typed(value) if not isinstance(value, str) else value

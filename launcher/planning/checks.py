@@ -1,0 +1,169 @@
+"""Whether one value fits its key: type, allowed values, range. Cross-key checks are in plan.py."""
+
+from __future__ import annotations
+
+import math
+import re
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.planning import keys
+
+PARTS = ("lora", "full", "frozen")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a value must satisfy, in words that follow 'must be'; `values` are all allowed ones, if few."""
+
+    words: str
+    holds: Callable[[Any], bool]
+    values: tuple[str, ...] = ()
+
+
+def _one_of(*values: str) -> Rule:
+    return Rule(f"one of {', '.join(values)}", lambda value: value in values, values)
+
+
+def _from(low: float, high: float = math.inf) -> Rule:
+    words = f"{low:g} or more" if high == math.inf else f"from {low:g} to {high:.10g}"
+    return Rule(words, lambda value: low <= value <= high)
+
+
+def _below(high: float) -> Rule:
+    return Rule(f"from 0 to below {high:g}", lambda value: 0 <= value < high)
+
+
+_ABOVE_0 = Rule("above 0", lambda value: value > 0)
+_COUNT = _from(1)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_gpus(value: Any) -> bool:
+    if not isinstance(value, list):
+        return _is_count(value)
+    slots = all(type(slot) is int and slot >= 0 for slot in value)
+    return slots and len(value) > 0 and len(set(value)) == len(value)
+
+
+def _is_regex(value: Any) -> bool:
+    try:
+        re.compile(value)
+    except re.error:
+        return False
+    return True
+
+
+RULES: dict[str, Rule] = {
+    "nodes": _COUNT,
+    "gpus": Rule("a count (gpus=2) or slot numbers from 0, each once (gpus=[0,1])", _is_gpus),
+    "model.weights": _one_of("pretrained", "random"),
+    "model.min_pixels": _COUNT,
+    "model.max_pixels": _COUNT,
+    "dataset.format": _one_of("auto", "native", "swift", "digits"),
+    "dataset.max_length": _COUNT,
+    "dataset.max_rows": _COUNT,
+    "dataset.on_bad": _one_of("error", "skip"),
+    "task.name": _one_of("rerank"),
+    "loss.name": _one_of("pointwise", "listwise"),
+    "loss.temperature": _ABOVE_0,
+    "loss.positive_weight": _ABOVE_0,
+    "tune.name": _one_of("lora", "full"),
+    "tune.language": _one_of(*PARTS),
+    "tune.vision": _one_of(*PARTS),
+    "tune.projector": _one_of(*PARTS),
+    "tune.head": _one_of("frozen", "full"),
+    "tune.r": _COUNT,
+    "tune.lora_alpha": _ABOVE_0,
+    "tune.lora_dropout": _below(1),
+    "tune.target_modules": Rule("a regular expression", _is_regex),
+    "train.epochs": _ABOVE_0,
+    "train.max_steps": _COUNT,
+    "train.seed": _from(0, 2**32 - 1),
+    "optim.lr": _ABOVE_0,
+    "optim.betas": Rule("two numbers from 0 to below 1", lambda v: len(v) == 2 and all(0 <= b < 1 for b in v)),
+    "optim.eps": _ABOVE_0,
+    "optim.weight_decay": _from(0),
+    "optim.max_grad_norm": _ABOVE_0,
+    "optim.schedule": _one_of("linear", "cosine", "constant"),
+    "optim.warmup_ratio": _from(0, 1),
+    "optim.warmup_steps": _from(0),
+    "optim.min_lr_ratio": _from(0, 1),
+    "batch.global_size": _COUNT,
+    "batch.max_tokens": Rule("a whole number of 1 or more, or auto", lambda v: v == "auto" or _is_count(v), ("auto",)),
+    "precision.name": _one_of("auto", "bf16", "fp32"),
+    "attention.name": _one_of("auto", "flash_attention_3", "flash_attention_2", "varlen", "sdpa"),
+    "memory.gradient_checkpointing": Rule(
+        "one of auto, all, none, or a number of layers",
+        lambda value: value in ("auto", "all", "none") or re.fullmatch(r"[0-9]+", value) is not None,
+        ("auto", "all", "none"),
+    ),
+    "cluster.transport": _one_of("auto", "local"),
+    "cluster.master_port": _from(1, 65535),
+    "cluster.stop_grace_s": _ABOVE_0,
+    "eval.metric": _one_of("ndcg@10", "mrr@10", "recall@1", "recall@5"),
+    "eval.every_steps": _COUNT,
+    "checkpoint.every_steps": _COUNT,
+    "checkpoint.keep_last": _COUNT,
+    "logging.every_steps": _COUNT,
+}
+
+
+def type_problem(key: str, value: Any) -> str | None:
+    """What is expected when `value` is not of the type of `key`, None when it is.
+
+    Stricter than OmegaConf, which takes 08 for 8, true for 1 and false for the text False.
+    """
+    kind = keys.kind_of(key)
+    if value is None:
+        return None if keys.is_optional(kind) else "a value is needed"
+    kind = keys.base(kind)
+    if kind is Any:
+        return None
+    if kind is bool:
+        return None if isinstance(value, bool) else "true or false is expected"
+    if kind is int:
+        return None if type(value) is int else "a whole number is expected"
+    if kind is float:
+        return None if _is_number(value) else "a finite number is expected"
+    if kind is str:
+        return None if isinstance(value, str) else "text is expected"
+    if typing.get_origin(kind) is list:
+        fits = isinstance(value, list) and all(_is_number(item) for item in value)
+        return None if fits else "a list of numbers is expected"
+    return None if isinstance(value, dict) else "a mapping {name: value} is expected"
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def rule_problem(key: str, value: Any) -> str | None:
+    """What `value` of the right type must be, None when it is."""
+    rule = RULES.get(key)
+    return None if value is None or rule is None or rule.holds(value) else f"must be {rule.words}"
+
+
+def repaired(key: str, value: Any) -> Any:
+    """A value near `value` that fits `key`, None when there is no obvious one."""
+    kind = keys.base(keys.kind_of(key))
+    if kind is bool:
+        words = {"yes": True, "on": True, "1": True, "no": False, "off": False, "0": False}
+        return words.get(str(value).lower())
+    if kind in (int, float) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            return None
+        number = int(number) if math.isfinite(number) and number.is_integer() else number
+        number = 1 if RULES.get(key) is _COUNT and number < 1 else number
+        fits = type_problem(key, number) is None and rule_problem(key, number) is None
+        return number if fits else None
+    if key in RULES and isinstance(value, str):
+        return keys.nearest(value.lower(), RULES[key].values)
+    return None

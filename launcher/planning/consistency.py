@@ -1,0 +1,86 @@
+"""Settings that contradict each other. Single values, and keys without effect, are checked in config.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from launcher.errors import Problem
+from launcher.families import LORA_PARTS
+from launcher.planning.facts import Facts
+from launcher.spec import MISSING, RunConfig, TuneConfig
+
+TASK_LOSSES = {"rerank": ("pointwise", "listwise")}
+
+
+def contradictions(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    """Everything that must be changed before a run can start, as far as the configuration alone tells."""
+    yield from _tune(config)
+    yield from _loss(config)
+    yield from _data(config)
+    yield from _run_folder(config, facts)
+
+
+def oddities(config: RunConfig, facts: Facts, world_size: int) -> Iterator[str]:
+    """What is allowed and may still surprise, one sentence each."""
+    data = config.dataset
+    if data.name == "digits" and config.model.name != "tiny":
+        yield (
+            f"the data set is digits, because none was named beside model={config.model.name}: "
+            "dataset=jsonl dataset.train=FILE names your own"
+        )
+    if facts.train_rows is not None and facts.train_rows < config.batch.global_size:
+        yield (
+            f"dataset.train has {facts.train_rows} rows, fewer than batch.global_size={config.batch.global_size}: "
+            "every step trains on all of them"
+        )
+    if world_size > config.batch.global_size:
+        yield (
+            f"{world_size} ranks share batch.global_size={config.batch.global_size} queries: "
+            f"some compute nothing in a step (batch.global_size={2 * world_size} keeps all busy)"
+        )
+    if data.name != "digits" and data.eval is None and config.eval.every_steps is not None:
+        yield "nothing is evaluated, because dataset.eval names no file: the last checkpoint counts as the best"
+
+
+def uses_lora(tune: TuneConfig) -> bool:
+    """Whether any part gets adapters."""
+    return any(getattr(tune, part) == "lora" for part in LORA_PARTS)
+
+
+def _tune(config: RunConfig) -> Iterator[Problem]:
+    tune = config.tune
+    if all(getattr(tune, part) == "frozen" for part in (*LORA_PARTS, "head")):
+        yield Problem("nothing trains: every part of the model is frozen", "", ("tune=lora", "tune.projector=full"))
+    if tune.lora_dropout > 0 and config.attention.shared_prefix and uses_lora(tune):
+        text = f"tune.lora_dropout={tune.lora_dropout:g} with attention.shared_prefix=true: documents share one"
+        why = "computed prefix, and dropout would have to differ in each; the result would not be exact"
+        yield Problem(f"{text} {why}", "", ("tune.lora_dropout=0", "attention.shared_prefix=false"))
+
+
+def _loss(config: RunConfig) -> Iterator[Problem]:
+    task, loss = config.task.name, config.loss.name
+    losses = TASK_LOSSES.get(task, ())
+    if loss not in losses:
+        text = f"loss={loss} does not fit task={task}, whose losses are {', '.join(losses)}"
+        yield Problem(text, "", tuple(f"loss={name}" for name in losses))
+
+
+def _data(config: RunConfig) -> Iterator[Problem]:
+    data, model = config.dataset, config.model
+    if data.name != "digits" and data.train in (None, MISSING):
+        yield Problem(f"dataset={data.name} needs a file of training rows", "", ("dataset.train=FILE",))
+    low, high = model.min_pixels, model.max_pixels
+    if low is not None and high is not None and low > high:
+        text = f"model.min_pixels={low} is above model.max_pixels={high}"
+        yield Problem(text, "", (f"model.min_pixels={high}",))
+
+
+def _run_folder(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    if not facts.run_dir_used:
+        return
+    name = config.run.dir or f"{config.run.root}/{config.run.name}"
+    key = "run.dir" if config.run.dir else "run.name"
+    # Its own run may go on in it; nothing else may write there.
+    if facts.resume is None or name.rstrip("/") != facts.resume.run_dir:
+        text = f"{key}={config.run.dir or config.run.name}: {name} exists and is not empty; nothing is overwritten"
+        yield Problem(text, "", (f"resume={name}", f"{key}=ANOTHER"))

@@ -1,0 +1,224 @@
+"""A plan as text for people: aligned tables, at most 110 columns where paths allow it."""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from launcher.families import PARTS
+from launcher.planning.memory import ASSUMED_KIND, GIB
+from launcher.planning.secrets import masked
+from launcher.spec import RunPlan
+
+WIDTH = 110
+SHOWN_COMMANDS = 4
+FILES = (
+    ("plan.json, config.yaml, overrides.txt", "what was planned and what was typed"),
+    ("ds_config.json, hostfile, env.txt, command.sh", "the same run without the launcher"),
+    ("logs/HOST.RANK.log, metrics.jsonl, events.jsonl", "what happens"),
+    ("checkpoints/step-NNNNNN/", "to resume from; whole when COMPLETE is in it"),
+    ("export/", "the finished model, as a Hugging Face folder"),
+    ("outcome.json", "how it ended"),
+)
+
+
+def describe(plan: RunPlan) -> str:
+    """The whole plan; its first line says where the hosts came from."""
+    # Assumed hosts make everything below them a guess, so that warning stands first.
+    first, rest = (plan.warnings[0], plan.warnings[1:]) if plan.hosts_assumed else (None, plan.warnings)
+    sections = [
+        _hosts(plan, first),
+        _model(plan),
+        _training(plan),
+        _memory(plan),
+        _deepspeed(plan),
+        _environment(plan),
+        _files(plan),
+        _commands(plan),
+    ]
+    if rest:
+        sections.append(["Warnings", *(line for text in rest for line in _item(text))])
+    return "\n\n".join("\n".join(section) for section in sections)
+
+
+def _hosts(plan: RunPlan, warning: str | None) -> list[str]:
+    head = [f"Hosts  {plan.hosts_source}"] if warning is None else [*_wrap(f"Warning: {warning}", ""), "", "Hosts"]
+    rows = [("host", "ranks", "GPUs" if plan.device == "cuda" else "slots", "address", "")]
+    rank = 0
+    for host in plan.hosts:
+        ranks = f"{rank}" if host.slots == 1 else f"{rank}-{rank + host.slots - 1}"
+        fields = {"user": host.user, "port": host.port, "iface": host.iface, "weight": host.weight}
+        extra = " ".join(f"{key}={value}" for key, value in fields.items() if value is not None)
+        rows.append((host.name, ranks, _spans(host.gpus), host.address or host.name, extra))
+        rank += host.slots
+    port = f"port {plan.master_port}" if plan.master_port else "a free port"
+    guess = f"planned as {ASSUMED_KIND}; cluster.gpu=KIND" if plan.device == "cuda" else "CPU"
+    kind = plan.gpu_kind or guess
+    lines = [*_table(rows), f"  {_count(plan.world_size, 'rank')} ({kind}) meet at {plan.master_addr}, {port}"]
+    if plan.resume_from:
+        lines.append(f"  resumes from {plan.resume_from}")
+    return head + lines
+
+
+def _model(plan: RunPlan) -> list[str]:
+    model, tune = plan.config.model, plan.config.tune
+    total, trained = sum(plan.parameters.values()), sum(plan.trainable.values())
+    rows = [("part", "parameters", "tuning", "trained")]
+    for part in PARTS:
+        how = getattr(tune, "language" if part == "embeddings" else part)
+        how = "frozen" if part == "embeddings" and how == "lora" else how
+        tied = part == "head" and plan.parameters[part] == 0
+        count = "tied" if tied else f"{plan.parameters[part]:,}"
+        rows.append((part, count, _how(how, plan), f"{plan.trainable[part]:,}" if plan.trainable[part] else ""))
+    rows.append(("total", f"{total:,}", f"{100 * trained / total:.3g} % trained", f"{trained:,}"))
+    source = model.path or model.repo or "built here"
+    weights = "random weights" if model.weights == "random" else "pretrained weights"
+    lines = [f"Model  {model.name} ({source}), {weights}", *_table(rows, right=(1, 3))]
+    if model.min_pixels and model.max_pixels:
+        lines.append(f"  images are scaled to {model.min_pixels:,} to {model.max_pixels:,} pixels")
+    return lines
+
+
+def _how(how: str, plan: RunPlan) -> str:
+    tune = plan.config.tune
+    return f"lora r={tune.r} alpha={tune.lora_alpha:g}" if how == "lora" else how
+
+
+def _training(plan: RunPlan) -> list[str]:
+    config, batch = plan.config, plan.batch
+    optim, layers = config.optim, plan.arch["text_config"]["num_hidden_layers"]
+    again = plan.checkpointed_layers
+    warm = "warm-up not known" if plan.warmup_steps is None else f"warm-up {_count(plan.warmup_steps, 'step')}"
+    steps = "not known: the rows are not counted" if batch.total_steps is None else f"{batch.total_steps:,}"
+    if batch.steps_per_epoch:
+        steps += f", {batch.steps_per_epoch:,} an epoch"
+    held = "none" if batch.eval_rows is None else f"{batch.eval_rows:,}"
+    rows = [
+        ("data", f"{config.dataset.name}: {_number(batch.train_rows)} rows, {held} held out"),
+        *((key, path) for key, path in (("", config.dataset.train), ("", config.dataset.eval)) if path),
+        ("loss", f"{config.loss.name}, task {config.task.name}"),
+        ("batch", f"{_count(batch.global_size, 'query', 'queries')} a step, over all ranks"),
+        ("micro-batch", f"at most {batch.max_tokens:,} tokens; micro-batches a step: {_measured(batch.micro_steps)}"),
+        ("steps", steps),
+        ("optimizer", f"AdamW, lr {plan.lr:g}, {optim.schedule}, {warm}, gradients clipped to {optim.max_grad_norm:g}"),
+        ("precision", f"{plan.precision} ({plan.precision_reason})"),
+        ("attention", f"{plan.attention} ({plan.attention_reason})"),
+        ("recomputed", f"{again} of {layers} decoder layers"),
+    ]
+    return ["Training", *_table(rows)]
+
+
+def _memory(plan: RunPlan) -> list[str]:
+    each = "GPU" if plan.device == "cuda" else "rank"
+    rows = [(name, _gib(size)) for name, size in plan.memory.items() if size]
+    rows.append(("total", _gib(sum(plan.memory.values()))))
+    return [f"Memory of one {each}, GiB, estimated", *_table(rows, right=(1,))]
+
+
+def _deepspeed(plan: RunPlan) -> list[str]:
+    zero = plan.config.zero
+    source = zero.config or f"ds_configs/{zero.file}"
+    rows = [(key, _value(value)) for key, value in _flat(plan.deepspeed)]
+    return [f"DeepSpeed  ZeRO stage {plan.deepspeed['zero_optimization']['stage']} ({source})", *_table(rows)]
+
+
+def _environment(plan: RunPlan) -> list[str]:
+    return ["Environment of every rank", *(f"  {key}={shlex.quote(v)}" for key, v in masked(plan.env).items())]
+
+
+def _files(plan: RunPlan) -> list[str]:
+    return [f"Run folder  {plan.run_dir}", *_table(FILES)]
+
+
+def _commands(plan: RunPlan) -> list[str]:
+    lines = ["Commands, one on each host"]
+    for host in plan.hosts[:SHOWN_COMMANDS]:
+        lines += [f"  {host.name}:", *_command(plan.commands[host.name])]
+    if len(plan.hosts) > SHOWN_COMMANDS:
+        more = len(plan.hosts) - SHOWN_COMMANDS
+        lines.append(f"  ... and {more} more, with --node_rank {SHOWN_COMMANDS} to {len(plan.hosts) - 1}")
+    return lines
+
+
+def _command(argv: Sequence[str]) -> Iterator[str]:
+    """The line, continued with backslashes between arguments."""
+    line = "    "
+    for word in _with_values(argv):
+        if len(line) + len(word) > WIDTH - 2 and line.strip():
+            yield line + "\\"
+            line = "      "
+        line += word + " "
+    yield line.rstrip()
+
+
+def _with_values(argv: Sequence[str]) -> list[str]:
+    """Quoted words, each flag together with its value."""
+    words: list[str] = []
+    for before, word in zip(("", *argv), argv, strict=False):
+        quoted = shlex.quote(word)
+        if before.startswith("--") and not word.startswith("--"):
+            words[-1] += f" {quoted}"
+        else:
+            words.append(quoted)
+    return words
+
+
+def _table(rows: Sequence[Sequence[str]], right: tuple[int, ...] = ()) -> list[str]:
+    """Columns two spaces apart, those of `right` aligned at their end."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [c.rjust(w) if n in right else c.ljust(w) for n, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append(("  " + "  ".join(cells)).rstrip())
+    return lines
+
+
+def _flat(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, item in value.items():
+        if isinstance(item, dict) and item:
+            yield from _flat(item, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", item
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """0,1,2,5 -> 0-2,5."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def _wrap(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _item(text: str) -> list[str]:
+    return _wrap(f"  - {text}", "    ")
+
+
+def _count(number: int, unit: str, plural: str | None = None) -> str:
+    return f"{number:,} {unit if number == 1 else plural or unit + 's'}"
+
+
+def _number(value: int | None) -> str:
+    return "an unknown number of" if value is None else f"{value:,}"
+
+
+def _measured(micro_steps: int | None) -> str:
+    return "not measured" if micro_steps is None else f"about {micro_steps}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.3f}" if size < GIB / 100 else f"{size / GIB:.2f}"

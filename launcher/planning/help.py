@@ -1,0 +1,130 @@
+"""What the launcher says about itself: the help screen and the listing of groups and keys."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from launcher.errors import ConfigError, Problem
+from launcher.planning import keys
+
+VERBS = ("run", "plan", "config", "check", "status", "logs", "stop", "resume", "help")
+
+HELP = """\
+Fine-tune a Qwen-VL model with DeepSpeed, from one command.
+
+  python -m launcher [run] GROUP=OPTION GROUP.KEY=VALUE ...   plan, check, start and watch a run
+  python -m launcher plan ...          what that run would be, without starting anything; --json for programs
+  python -m launcher check data ...    read and decode every row, name the bad ones
+  python -m launcher config [GROUP]    groups, options and keys, with defaults and what they mean
+  python -m launcher status [RUN]      how a run is doing; without RUN, all runs here; RUN may be `latest`
+  python -m launcher logs RUN          what its ranks wrote; --follow, --errors, --rank N
+  python -m launcher stop RUN          finish the step, save, end
+  python -m launcher resume RUN ...    go on from its last checkpoint
+
+Examples
+  python -m launcher                                          a small demo on handwritten digits, minutes on a CPU
+  python -m launcher plan model=qwen3_vl_reranker_8b zero=stage3 nodes=2
+  python -m launcher model=qwen3_vl_reranker_8b dataset=jsonl dataset.train=train.jsonl dataset.eval=eval.jsonl
+  python -m launcher experiment=reranker_lora dataset.train=train.jsonl gpus=2 optim.lr=1e-5
+
+Groups
+{groups}
+
+Often typed
+  nodes=2  gpus=4  gpus=[0,1]        which machines and GPUs; cluster.hostfile=FILE names the hosts
+  train.epochs=3  train.max_steps=500  train.seed=1
+  batch.global_size=32               queries an optimizer step, over all GPUs; the rest is derived
+  run.dir=FOLDER  run.name=NAME      where the run lives; an existing folder is never overwritten
+  resume=RUN                         a run folder or one of its checkpoints
+  env.set.NCCL_DEBUG=INFO            a variable of every rank
+  --config-dir FOLDER                options of your own, laid out like conf/
+
+Values: null is nothing, [a,b] a list; text with a comma is typed 'key="a, b"'. In zsh, quote words with [ ].
+Exit codes: 0 done, 1 internal error, 2 change the configuration or data, 3 fix a machine, 4 training failed,
+  75 try again later, 130 after Ctrl-C and 143 after SIGTERM, both with a checkpoint saved.
+"""
+
+_KEY = re.compile(r"(?P<indent> *)(?P<key>[\w]+):(?: +(?P<value>[^#\s][^#]*?))?(?:\s+# (?P<comment>.*))?$")
+
+
+def help_text(folders: Sequence[Path]) -> str:
+    """The help screen, at most one page."""
+    lines = []
+    for group, names in keys.options(folders).items():
+        usual = keys.default_options().get(group)
+        shown = " ".join(f"{name}*" if name == usual else name for name in names)
+        lines += _wrapped(f"  {group:<11}", shown)
+    return HELP.format(groups="\n".join([*lines, "  (* when none is named)"]))
+
+
+def config_text(folders: Sequence[Path], group: str | None) -> str:
+    """Keys, defaults and comments of one group's options, or the table of contents.
+
+    Raises ConfigError for an unknown group.
+    """
+    if group is None:
+        return (folders[0] / "config.yaml").read_text(encoding="utf-8")
+    options = keys.options(folders)
+    name = group.split(".")[0].split("=")[0]
+    if name in keys.SECTIONS or name in keys.kinds():
+        return (
+            "\n".join(line for line in _keys_of(folders[0] / "config.yaml", "") if line.startswith(f"  {name}")) + "\n"
+        )
+    if name not in options:
+        near = keys.nearest(name, options) or next(iter(keys.meant_keys(group)), "").split(".")[0]
+        tries = (f"python -m launcher config {near}",) if near else ("python -m launcher config",)
+        raise ConfigError(Problem(f"there is no group {group}; there are {', '.join(options)}", tries=tries))
+    return "\n\n".join(_option_text(folders, name, option) for option in options[name]) + "\n"
+
+
+def _option_text(folders: Sequence[Path], group: str, option: str) -> str:
+    file = keys.option_file(folders, group, option)
+    assert file is not None
+    text = file.read_text(encoding="utf-8").splitlines()
+    about = [
+        re.sub(r"\s+->", "  ->", line.lstrip("# ")) for line in _heading(text) if not line.startswith("# @package")
+    ]
+    usual = "   (when none is named)" if option == keys.default_options().get(group) else ""
+    prefix = "" if group == keys.EXPERIMENT else f"{group}."
+    return "\n".join([f"{group}={option}{usual}", *(f"  {line}" for line in about), *_keys_of(file, prefix)])
+
+
+def _heading(text: Sequence[str]) -> Iterator[str]:
+    for line in text:
+        if not line.startswith("#"):
+            return
+        yield line
+
+
+def _keys_of(file: Path, prefix: str) -> Iterator[str]:
+    """Lines `key = value  comment` of a file in the style of conf/: one key a line, its comment beside or above it."""
+    above: list[str] = []
+    path: list[tuple[int, str]] = []  # (indent, key) of the mappings we are in
+    started = in_defaults = False
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            above.append(line.lstrip("# ")) if started else None
+            continue
+        found = _KEY.match(line)
+        if not found or (in_defaults and line.startswith(" ")):
+            above = []
+            continue
+        started, in_defaults = True, found["key"] == "defaults"
+        indent = len(found["indent"])
+        path = [(i, key) for i, key in path if i < indent]
+        full = prefix + ".".join([*(key for _, key in path), found["key"]])
+        path.append((indent, found["key"]))
+        comment = found["comment"] or " ".join(above)
+        above = []
+        if not in_defaults and found["value"] is not None:
+            yield f"  {full + ' = ' + found['value'].strip():<38}  {comment}".rstrip()
+        elif not in_defaults and comment:
+            yield f"  {full:<38}  {comment}".rstrip()
+
+
+def _wrapped(head: str, text: str, width: int = 118) -> list[str]:
+    import textwrap
+
+    return textwrap.wrap(head + text, width, subsequent_indent=" " * len(head), break_on_hyphens=False)

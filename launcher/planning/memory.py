@@ -1,0 +1,215 @@
+"""Bytes of one GPU (or CPU rank) by part; from them the micro-batch and how many layers are recomputed.
+
+A first estimate from closed forms: model states by ZeRO stage, buckets, kept activations. It counts no
+fragmentation, which the margin covers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.errors import ConfigError, Problem
+from launcher.families import trains_fully
+from launcher.planning.models import Shape, parameter_counts, trainable_counts
+from launcher.spec import RunConfig, RunPlan
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuKind:
+    """What is known of a GPU by its name."""
+
+    memory_bytes: int
+    capability: tuple[int, int]  # CUDA compute capability; bf16 needs 8.0
+
+
+def _kind(gib: float, major: int, minor: int = 0) -> GpuKind:
+    return GpuKind(memory_bytes=int(gib * GIB), capability=(major, minor))
+
+
+# Memory as the driver reports it, a little below the name's number.
+GPU_KINDS = {
+    "b200": _kind(179, 10),
+    "h200": _kind(140, 9),
+    "h100": _kind(79.6, 9),
+    "h20": _kind(95.6, 9),
+    "a100_80g": _kind(79.3, 8),
+    "a100_40g": _kind(39.4, 8),
+    "a800_80g": _kind(79.3, 8),
+    "l40s": _kind(44.7, 8, 9),
+    "l4": _kind(22.5, 8, 9),
+    "a10": _kind(22.5, 8, 6),
+    "a6000": _kind(47.5, 8, 6),
+    "rtx5090": _kind(31.8, 12),
+    "rtx4090": _kind(23.6, 8, 9),
+    "rtx3090": _kind(23.6, 8, 6),
+    "v100_32g": _kind(31.7, 7),
+    "v100_16g": _kind(15.8, 7),
+    "t4": _kind(14.7, 7, 5),
+}
+ASSUMED_KIND = "h100"  # when nothing is known
+
+USABLE = 0.9  # of a GPU: the rest is fragmentation and what this estimate does not see
+CONTEXT_BYTES = {"cuda": 2 * GIB, "cpu": GIB // 2}  # CUDA context and NCCL; Python and its libraries
+TOKEN_STEP = 1024
+CPU_TOKENS = 8192
+GPU_TOKENS = 32768  # a GPU is busy long before this; more only costs memory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPlan:
+    """What was chosen, and the table behind it."""
+
+    parts: dict[str, int]
+    max_tokens: int
+    checkpointed_layers: int
+    warnings: tuple[str, ...]
+
+
+def kind_of(name: str) -> GpuKind | None:
+    """The kind whose name stands in a driver's device name such as "NVIDIA H200", None when unknown."""
+    squeezed = "".join(c for c in name.lower() if c.isalnum())
+    for key, kind in GPU_KINDS.items():
+        if key.partition("_")[0] in squeezed and "_" not in key:
+            return kind
+    return None
+
+
+def plan_memory(
+    config: RunConfig, shape: Shape, deepspeed: dict[str, Any], *, device: str, world: int, memory_bytes: int | None
+) -> MemoryPlan:
+    """Choose `max_tokens` and checkpointed layers where they are `auto`; warn when it does not fit."""
+    layers = _asked_layers(config.memory.gradient_checkpointing, shape.layers)
+    tokens: int | None = None if config.batch.max_tokens == "auto" else config.batch.max_tokens
+    capacity = GPU_KINDS[ASSUMED_KIND].memory_bytes if memory_bytes is None else memory_bytes
+    room = USABLE * capacity
+
+    def parts(max_tokens: int, checkpointed: int) -> dict[str, int]:
+        return estimate(
+            config,
+            shape,
+            deepspeed,
+            device=device,
+            world=world,
+            max_tokens=max_tokens,
+            checkpointed_layers=checkpointed,
+        )
+
+    def largest(checkpointed: int) -> int:
+        fixed = sum(parts(0, checkpointed).values())
+        slope = (sum(parts(TOKEN_STEP, checkpointed).values()) - fixed) / TOKEN_STEP
+        return max(0, int((room - fixed) / slope)) // TOKEN_STEP * TOKEN_STEP
+
+    need = _round_up(config.dataset.max_length)
+    if device == "cpu":
+        layers = 0 if layers is None else layers
+        tokens = max(CPU_TOKENS, need) if tokens is None else tokens
+    else:
+        if layers is None:
+            layers = 0 if largest(0) >= (tokens or max(need, CPU_TOKENS)) else shape.layers
+        if tokens is None:
+            tokens = max(need, min(GPU_TOKENS, largest(layers)))
+    table = parts(tokens, layers)
+    total = sum(table.values())
+    warnings = []
+    if memory_bytes is not None and total > room:
+        unit = "GPU" if device == "cuda" else "rank"
+        text = f"about {total / GIB:.1f} GiB a {unit} are needed, and {room / GIB:.1f} GiB are usable"
+        warnings.append(f"{text} ({100 * USABLE:.0f} % of {capacity / GIB:.1f} GiB): {_advice(config, shape, layers)}")
+    return MemoryPlan(parts=table, max_tokens=tokens, checkpointed_layers=layers, warnings=tuple(warnings))
+
+
+def estimate(
+    config: RunConfig,
+    shape: Shape,
+    deepspeed: dict[str, Any],
+    *,
+    device: str,
+    world: int,
+    max_tokens: int,
+    checkpointed_layers: int,
+) -> dict[str, int]:
+    """Bytes by part for one micro-batch of `max_tokens` tokens, all of them visual in the worst case."""
+    zero = deepspeed["zero_optimization"]
+    stage: int = zero["stage"]
+    size = 2 if deepspeed.get("bf16", {}).get("enabled") else 4
+    counts = parameter_counts(shape)
+    frozen = sum(count for part, count in counts.items() if not trains_fully(part, config.tune))
+    trained = sum(trainable_counts(shape, config.tune).values())
+
+    def shard(count: float, from_stage: int) -> int:
+        return int(count / world) if stage >= from_stage else int(count)
+
+    # Gradients accumulate in float32 (data_types.grad_accum_dtype), beside those of the backward pass.
+    gradients = shard(4 * trained, 2) + (size * trained if size == 2 and stage < 2 else 0)
+    # Adam's two moments, and the master copy that ZeRO keeps even of float32 weights.
+    optimizer = shard((8 if stage == 0 and size == 4 else 12) * trained, 1)
+    bucket = zero.get("reduce_bucket_size", 0) * size * (2 if zero.get("overlap_comm") else 1)
+    gathered = 0
+    if stage == 3:
+        bucket += zero.get("stage3_prefetch_bucket_size", 0) * size
+        gathered = size * max(2 * shape.layer_matmul, shape.vocab * shape.hidden)
+    return {
+        "frozen weights": shard(size * frozen, 3),
+        "trained weights": shard(size * trained, 3),
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "buckets": bucket,
+        "gathered layers": gathered,
+        "activations": max_tokens * size * _kept_values(shape, checkpointed_layers),
+        "vision": max_tokens * size * _vision_values(config, shape),
+        "context": CONTEXT_BYTES[device],
+    }
+
+
+def disk_bytes(plan: RunPlan) -> int:
+    """What a run writes, about: the checkpoints it keeps, the one written beside them, and the export."""
+    options = plan.config.checkpoint
+    weight = 2 if plan.precision == "bf16" else 4
+    checkpoints = options.keep_last + int(options.keep_best) + 1
+    state = 12 + weight  # bytes of a trained parameter: float32 master and two moments, and the weight
+    export = weight * sum(plan.parameters.values()) if options.export else 0
+    return checkpoints * state * sum(plan.trainable.values()) + export
+
+
+def _kept_values(shape: Shape, checkpointed: int) -> int:
+    """Values a token keeps for the backward pass of the decoder: all of a layer, or its input only."""
+    layer = 3 * shape.intermediate + 4 * shape.hidden + 2 * shape.q_width + 4 * shape.kv_width
+    kept = (shape.layers - checkpointed) * layer + checkpointed * shape.hidden
+    return kept + (layer if checkpointed else 0) + 4 * shape.hidden
+
+
+def _vision_values(config: RunConfig, shape: Shape) -> int:
+    """Values a visual token keeps in the tower: every block when it trains, one block when it is frozen."""
+    v = shape.vision
+    block = 8 * v.hidden + 2 * v.intermediate
+    blocks = v.depth if config.tune.vision != "frozen" else 1
+    return v.merge**2 * blocks * block + (1 + v.deepstack) * (2 * v.merged + shape.hidden)
+
+
+def _asked_layers(asked: str, layers: int) -> int | None:
+    if asked in ("auto", "all", "none"):
+        return {"auto": None, "all": layers, "none": 0}[asked]
+    if int(asked) > layers:
+        text = f"memory.gradient_checkpointing={asked}, but the model has {layers} decoder layers"
+        raise ConfigError(Problem(text, "", ("memory.gradient_checkpointing=all",)))
+    return int(asked)
+
+
+def _round_up(tokens: int) -> int:
+    return -(-tokens // TOKEN_STEP) * TOKEN_STEP
+
+
+def _advice(config: RunConfig, shape: Shape, checkpointed: int) -> str:
+    steps = []
+    if checkpointed < shape.layers:
+        steps.append("memory.gradient_checkpointing=all")
+    if config.batch.max_tokens != "auto":
+        steps.append("a smaller batch.max_tokens")
+    if config.zero.name != "stage3":
+        steps.append("zero=stage3")
+    if config.tune.language == "full":
+        steps.append("tune=lora")
+    return "try " + ", ".join([*steps, "more GPUs"])

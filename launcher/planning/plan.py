@@ -1,0 +1,294 @@
+"""RunConfig + Facts -> RunPlan: everything that will happen, decided before anything does.
+
+Pure: the same configuration and facts give the same plan. All problems are reported together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from launcher import __version__
+from launcher.errors import ConfigError, Problem
+from launcher.families import PARTS
+from launcher.fingerprint import fingerprint, misfits
+from launcher.planning.command import with_port
+from launcher.planning.consistency import contradictions, oddities, uses_lora
+from launcher.planning.environ import rank_environment
+from launcher.planning.facts import Facts
+from launcher.planning.memory import MemoryPlan, disk_bytes, plan_memory
+from launcher.planning.models import (
+    Shape,
+    check_targets,
+    largest_adapter,
+    parameter_counts,
+    read_shape,
+    trainable_counts,
+)
+from launcher.planning.placement import Placement, meeting_address, place
+from launcher.planning.speed import cost_model
+from launcher.planning.zero import Trained, finish_zero
+from launcher.planning.zero_lint import Settings
+from launcher.spec import BatchPlan, RunConfig, RunPlan, TuneConfig
+
+__all__ = ["Facts", "make_plan"]
+
+LR = {"lora": 1e-4, "full": 1e-5}  # adapters start at zero and bear more; whole weights are easily spoilt
+BF16_CAPABILITY = (8, 0)  # Ampere
+GB = 10**9
+
+T = TypeVar("T")
+
+
+class _Problems:
+    """Problems of several independent decisions."""
+
+    def __init__(self, *found: Problem) -> None:
+        self.found = list(found)
+
+    def attempt(self, decide: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
+        """The decision, or None with its problems noted."""
+        try:
+            return decide(*args, **kwargs)
+        except ConfigError as error:
+            self.found.extend(error.problems)
+            return None
+
+    def error(self) -> ConfigError:
+        """All of them; the same problem found twice is said once."""
+        return ConfigError(*dict.fromkeys(self.found))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Decided:
+    """The independent decisions that a plan is put together from."""
+
+    arch: dict[str, Any]
+    shape: Shape
+    placement: Placement
+    precision: tuple[str, str]  # and why
+    env: dict[str, str]
+    lr: float
+    deepspeed: dict[str, Any]
+    notices: list[str]
+    memory: MemoryPlan
+
+
+def make_plan(config: RunConfig, facts: Facts, *, now: datetime) -> RunPlan:
+    """The plan of one run; `now` is UTC. Raises ConfigError with every problem that can be seen at once."""
+    problems = _Problems(*facts.problems, *contradictions(config, facts))
+    decided = _decide(config, facts, problems)
+    if decided is None or problems.found:
+        raise problems.error()
+    plan = _assemble(config, facts, now, decided)
+    late = [*_disk_problems(plan, facts), *_finished_problems(plan, facts)]
+    if late:
+        raise ConfigError(*late)
+    return plan
+
+
+def _decide(config: RunConfig, facts: Facts, problems: _Problems) -> _Decided | None:
+    """Every decision that can be made; None when one is missing, with the reason in `problems`."""
+    arch = config.model.arch if config.model.path is None else facts.arch
+    placement = problems.attempt(place, config, facts)
+    # Without arch the missing folder is a problem already.
+    shape = None if arch is None else problems.attempt(read_shape, config.model, arch)
+    if arch is not None and facts.resume is not None:
+        saved = facts.resume.state.get("fingerprint", {})
+        problems.found.extend(misfits(saved, fingerprint(config, arch), facts.resume.checkpoint))
+    if shape is not None:
+        problems.found.extend(check_targets(shape, config.tune))
+    precision = problems.attempt(choose_precision, config, placement) if placement else None
+    env = problems.attempt(rank_environment, config, facts, placement) if placement else None
+    if arch is None or shape is None or placement is None or precision is None or env is None:
+        return None
+    world, lr = placement.world_size, learning_rate(config)
+    settings = Settings(world_size=world, precision=precision[0], lr=lr, config=config)
+    zero = problems.attempt(_deepspeed, facts, settings, shape)
+    if zero is None:
+        return None
+    sizes = {"device": placement.device, "world": world, "memory_bytes": placement.memory_bytes}
+    memory = problems.attempt(plan_memory, config, shape, zero[0], **sizes)
+    if memory is None:
+        return None
+    return _Decided(
+        arch=arch,
+        shape=shape,
+        placement=placement,
+        precision=precision,
+        env=env,
+        lr=lr,
+        deepspeed=zero[0],
+        notices=zero[1],
+        memory=memory,
+    )
+
+
+def _assemble(config: RunConfig, facts: Facts, now: datetime, decided: _Decided) -> RunPlan:
+    """Put the decisions together, and what follows from them."""
+    placement, shape, memory = decided.placement, decided.shape, decided.memory
+    run_dir = run_folder(config, facts, now)
+    batch = plan_batch(config, facts, memory.max_tokens)
+    warmup = config.optim.warmup_steps
+    if warmup is None and batch.total_steps is not None:
+        warmup = math.ceil(batch.total_steps * config.optim.warmup_ratio)
+    attention = choose_attention(config, placement)
+    plan = RunPlan(
+        run_id=f"{now:%Y%m%d-%H%M%S}-{hashlib.sha256(f'{now.isoformat()} {run_dir}'.encode()).hexdigest()[:6]}",
+        created_at=now.isoformat(timespec="seconds"),
+        version=__version__,
+        run_dir=run_dir,
+        resume_from=facts.resume.checkpoint if facts.resume else None,
+        config=config,
+        hosts=placement.hosts,
+        hosts_source=placement.source,
+        hosts_assumed=placement.assumed,
+        device=placement.device,
+        gpu_kind=placement.gpu_kind,
+        master_addr=meeting_address(placement.hosts, config.cluster.master_addr),
+        master_port=config.cluster.master_port,
+        precision=decided.precision[0],
+        precision_reason=decided.precision[1],
+        attention=attention[0],
+        attention_reason=attention[1],
+        checkpointed_layers=memory.checkpointed_layers,
+        lr=decided.lr,
+        warmup_steps=warmup,
+        arch=decided.arch,
+        parameters=parameter_counts(shape),
+        trainable=trainable_counts(shape, config.tune),
+        batch=batch,
+        cost=cost_model(shape),
+        deepspeed=decided.deepspeed,
+        memory=memory.parts,
+        env=decided.env,
+        commands={},
+        warnings=(
+            *placement.warnings,
+            *decided.notices,
+            *(facts.resume.state.get("notes", ()) if facts.resume else ()),
+            *oddities(config, facts, placement.world_size),
+            *_weights_warning(config, facts, shape),
+            *memory.warnings,
+        ),
+    )
+    return with_port(plan, config.cluster.master_port)
+
+
+def choose_precision(config: RunConfig, placement: Placement) -> tuple[str, str]:
+    """(bf16 | fp32, why)."""
+    asked, capability = config.precision.name, placement.capability
+    shown = f"compute capability {capability[0]}.{capability[1]}" if capability else ""
+    if placement.device == "cpu":
+        return ("fp32", "no GPU") if asked == "auto" else (asked, "as asked")
+    fits = capability is None or capability >= BF16_CAPABILITY
+    if asked == "bf16" and not fits:
+        text = f"precision=bf16, but {placement.gpu_kind} has {shown}, and bf16 needs 8.0"
+        raise ConfigError(Problem(text, "", ("precision=fp32",)))
+    if asked != "auto":
+        return asked, "as asked"
+    if capability is None:
+        return "bf16", "the kind of GPU is not known here; Ampere and newer compute in bf16"
+    return ("bf16", f"{placement.gpu_kind}, {shown}") if fits else ("fp32", f"{shown} has no bf16")
+
+
+def choose_attention(config: RunConfig, placement: Placement) -> tuple[str, str]:
+    """(kernel, why). Which kernels are installed is known on the hosts only, so `auto` stays `auto` for GPUs."""
+    asked = config.attention.name
+    if placement.device == "cpu":
+        why = "exact, for CPU"
+        return "reference", why if asked == "auto" else f"{why}: {asked} needs a GPU"
+    if asked == "auto":
+        return "auto", "the fastest kernel that the ranks find installed; their log names it"
+    return asked, "as asked"
+
+
+def learning_rate(config: RunConfig) -> float:
+    """`optim.lr`, else by what trains."""
+    if config.optim.lr is not None:
+        return config.optim.lr
+    return LR["lora" if uses_lora(config.tune) and not _trains_whole_part(config.tune) else "full"]
+
+
+def plan_batch(config: RunConfig, facts: Facts, max_tokens: int) -> BatchPlan:
+    """Rows, steps an epoch and steps of the whole run; None where rows could not be counted."""
+    rows, limit, size = facts.train_rows, config.dataset.max_rows, config.batch.global_size
+    if rows is not None and limit is not None:
+        rows = min(rows, limit)
+    per_epoch = None if rows is None else math.ceil(rows / size)
+    total = config.train.max_steps
+    if total is None and per_epoch is not None:
+        total = math.ceil(config.train.epochs * per_epoch)
+    return BatchPlan(
+        global_size=size,
+        max_tokens=max_tokens,
+        train_rows=rows,
+        eval_rows=facts.eval_rows,
+        steps_per_epoch=per_epoch,
+        total_steps=total,
+        micro_steps=None,
+    )
+
+
+def run_folder(config: RunConfig, facts: Facts, now: datetime) -> str:
+    """Absolute path of the run folder: named, the resumed run's, else made of time, model, tuning and ZeRO."""
+    if config.run.dir is not None:
+        return str(Path(facts.cwd) / config.run.dir)
+    if config.run.name is not None:
+        return str(Path(facts.run_root) / config.run.name)
+    if facts.resume is not None:
+        return facts.resume.run_dir
+    model = Path(config.model.path).name if config.model.path else config.model.name
+    name = f"{now:%Y%m%d-%H%M%S}-{model}-{config.tune.name}-{config.zero.name}"
+    number = 1
+    while (name if number == 1 else f"{name}-{number}") in facts.taken:
+        number += 1
+    return str(Path(facts.run_root) / (name if number == 1 else f"{name}-{number}"))
+
+
+def _deepspeed(facts: Facts, settings: Settings, shape: Shape) -> tuple[dict[str, Any], list[str]]:
+    assert facts.zero_file is not None, "gather_facts notes a missing file as a problem"
+    tune = settings.config.tune
+    trained = Trained(
+        parameters=sum(trainable_counts(shape, tune).values()), largest_adapter=largest_adapter(shape, tune)
+    )
+    return finish_zero(facts.zero_file, facts.zero_config, settings, trained)
+
+
+def _trains_whole_part(tune: TuneConfig) -> bool:
+    return any(getattr(tune, part) == "full" for part in ("language", "vision", "projector"))
+
+
+def _finished_problems(plan: RunPlan, facts: Facts) -> list[Problem]:
+    total = plan.batch.total_steps
+    step = facts.resume.state.get("step", 0) if facts.resume else 0
+    if total is None or step < total or not facts.resume:
+        return []
+    text = f"the checkpoint is at step {step}, and this run ends at step {total}: nothing is left to train"
+    return [Problem(text, facts.resume.checkpoint, (f"train.max_steps={2 * total}",))]
+
+
+def _disk_problems(plan: RunPlan, facts: Facts) -> list[Problem]:
+    needed, free = disk_bytes(plan), facts.disk_free_bytes
+    if free is None or free >= needed or plan.hosts_assumed:
+        return []
+    text = (
+        f"checkpoints and export need about {needed / GB:,.1f} GB, and {free / GB:,.1f} GB are free for {plan.run_dir}"
+    )
+    fewer = ("checkpoint.keep_last=1",) if plan.config.checkpoint.keep_last > 1 else ()
+    return [Problem(text, "", (*fewer, "run.root=FOLDER on a larger disk"))]
+
+
+def _weights_warning(config: RunConfig, facts: Facts, shape: Shape) -> list[str]:
+    model = config.model
+    if model.weights != "pretrained" or facts.weights_on_disk or model.path is not None:
+        return []
+    size = 2 * sum(parameter_counts(shape)[part] for part in PARTS) / GB
+    return [
+        f"the weights of {model.repo} ({size:.1f} GB) are not on this machine: the ranks download them when they start"
+    ]

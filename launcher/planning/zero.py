@@ -1,0 +1,99 @@
+"""A file of ds_configs/ (or a user's JSON) + numbers -> the finished DeepSpeed configuration, without any `auto`.
+
+DeepSpeed's batch numbers are nominal: the training loop fills micro-batches by tokens, sets the
+accumulation boundary itself and divides by the true count, so that the loss is exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.errors import ConfigError, Problem
+from launcher.planning.facts import TextFile
+from launcher.planning.zero_lint import Linter, Settings, parse_json
+
+NEVER = 10**9  # steps_per_print: the launcher's own log has these numbers
+SMALLEST_BUCKET = 10**6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """What the sizes of buckets and thresholds follow from."""
+
+    parameters: int  # that train
+    largest_adapter: int  # elements of the largest LoRA matrix, 0 without LoRA
+
+
+def finish_zero(
+    group: TextFile, user: TextFile | None, settings: Settings, trained: Trained
+) -> tuple[dict[str, Any], list[str]]:
+    """The finished configuration and notices about what was dropped; problems are one ConfigError."""
+    base = parse_json(group)
+    notices: list[str] = []
+    own: dict[str, Any] = {}
+    if user is not None:
+        linter = Linter(user, settings)
+        own, notices = linter.clean(), linter.notices
+    zero = _merge_zero(base["zero_optimization"], own.get("zero_optimization", {}))
+    stage: int = zero["stage"]
+    _check_stage(stage, settings, user)
+    given = own.get("zero_optimization", {})
+    zero = {**zero, **{key: size for key, size in _buckets(zero, trained).items() if key not in given}}
+    if stage == 3 and "stage3_param_persistence_threshold" not in given:
+        # Adapters that stay whole are not gathered layer by layer: half the all-gathers.
+        threshold = max(zero["stage3_param_persistence_threshold"], trained.largest_adapter)
+        zero["stage3_param_persistence_threshold"] = threshold
+    config: dict[str, Any] = {
+        "train_batch_size": settings.world_size,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": settings.config.optim.max_grad_norm,
+        "steps_per_print": NEVER,
+        "zero_allow_untested_optimizer": True,  # torch's fused AdamW needs no compiled op
+        "zero_optimization": zero,
+    }
+    if "offload_optimizer" in zero:
+        config["zero_force_ds_cpu_optimizer"] = False
+    if settings.precision == "bf16":
+        config["bf16"] = {"enabled": True, **own.get("bf16", {})}
+    if stage > 0:
+        config["data_types"] = {"grad_accum_dtype": "fp32", **own.get("data_types", {})}
+    rest = {**base, **own}
+    return {**config, **{key: rest[key] for key in rest if key not in config and key != "data_types"}}, notices
+
+
+def _merge_zero(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """The user's section decides; the group's numbers fill in where both are of the same stage."""
+    if own.get("stage", base["stage"]) != base["stage"]:
+        sizes = ("reduce_bucket_size", "allgather_bucket_size")
+        base = {
+            **{key: base[key] for key in sizes},
+            "overlap_comm": own["stage"] == 3,
+            **_stage3_defaults(own["stage"]),
+        }
+    return {**base, **own}
+
+
+def _stage3_defaults(stage: int) -> dict[str, Any]:
+    """What stage 3 needs when only a user's JSON asks for it: never left to DeepSpeed's defaults."""
+    if stage != 3:
+        return {}
+    return {
+        "stage3_prefetch_bucket_size": 50_000_000,
+        "stage3_param_persistence_threshold": 100_000,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    }
+
+
+def _check_stage(stage: int, settings: Settings, user: TextFile | None) -> None:
+    if stage == 0 and settings.precision == "bf16":
+        text = "zero stage 0 in bf16 would add up gradients in bf16: DeepSpeed offers float32 sums from stage 1 on"
+        raise ConfigError(Problem(text, user.path if user else "", ("zero=stage1", "precision=fp32")))
+
+
+def _buckets(zero: dict[str, Any], trained: Trained) -> dict[str, int]:
+    """Buckets no larger than all that trains: a LoRA run would hold hundreds of MB for nothing."""
+    enough = max(trained.parameters, SMALLEST_BUCKET)
+    return {key: min(zero[key], enough) for key in ("reduce_bucket_size", "allgather_bucket_size")}

@@ -1,0 +1,441 @@
+"""Owns the processes of one run on one host: starts DeepSpeed's node launcher, watches its ranks, ends them all.
+
+Standard library only and one file, so that it can also be sent to a host through ssh. Standard input carries
+JSON lines: first the order (the fields of `Order`), later {"do": "stop"} (finish the step, save) or {"do": "kill"}.
+Its end means that the supervisor is gone, and is taken as "stop". Standard output carries events as JSON lines:
+
+    started        pid of the node launcher
+    rank           the state file of a rank changed: its content under "status"
+    rank_exit      a rank ended: exit_code or signal (both null: unknown), by_us, oom_kills
+    ending         why all ranks are being ended: stop, kill or failure
+    launcher_exit  the node launcher ended: exit_code or signal, by_us
+    done           nothing of this run is left on this host, but for the process ids under "survivors"
+
+The way a process dies here: the agent signals ranks directly and all at once, since DeepSpeed's node launcher ends
+them one by one, 30 s each. The kernel kills the node launcher with the agent, and each rank with the node launcher
+(`launcher.training.rankstatus`). What is left is found by the run id in its environment, never by its name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+RUN_ID = "LAUNCHER_RUN_ID"
+POLL_S = 0.1  # DeepSpeed's node launcher reaps its ranks once a second; until then their exit code can be read
+FAILURE_GRACE_S = 5.0  # between SIGTERM and SIGKILL when a rank has failed: all are down within 10 s
+LEFTOVER_S = 5.0  # for helper processes of ranks that ended well
+FINISH_S = 1800.0  # others may go on so long after the first rank is done (it may write the export)
+UNKILLABLE_S = 20.0  # after SIGKILL; a process stuck in a driver or file system does not die
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process as /proc shows it; pid and start together name it for good, since pids are used again."""
+
+    pid: int
+    start: int  # clock ticks after boot
+    state: str = "?"
+    parent: int = 0
+    session: int = 0
+    wait_status: int = 0  # as os.waitpid gives it; meaningful once the process is a zombie
+
+    @property
+    def ended(self) -> bool:
+        """Whether only its exit code is left."""
+        return self.state in "ZX"
+
+
+def read_process(pid: int) -> Process | None:
+    """The process with this pid, a zombie included; None when there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    fields = text.rpartition(b")")[2].split()  # the name before the bracket may hold blanks and brackets
+    return Process(
+        pid=pid,
+        state=fields[0].decode(),
+        parent=int(fields[1]),
+        session=int(fields[3]),
+        start=int(fields[19]),
+        wait_status=int(fields[49]),
+    )
+
+
+def is_alive(pid: int, start: int) -> bool:
+    """Whether the process that had this pid and start time still runs."""
+    process = read_process(pid)
+    return process is not None and process.start == start and not process.ended
+
+
+def read_environment(pid: int) -> dict[str, str]:
+    """The environment a process was started with; empty when it may not be read."""
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    pairs = (entry.decode(errors="replace").partition("=") for entry in entries if b"=" in entry)
+    return {key: value for key, _, value in pairs}
+
+
+def processes() -> Iterator[Process]:
+    """All processes of this machine."""
+    for name in os.listdir("/proc"):
+        process = read_process(int(name)) if name.isdigit() else None
+        if process is not None:
+            yield process
+
+
+def find_run(run_id: str, session: int | None = None) -> list[Process]:
+    """Live processes that carry `run_id` in their environment or belong to the session the run started."""
+    return [
+        process
+        for process in processes()
+        if not process.ended
+        and process.pid != os.getpid()
+        and (process.session == session or read_environment(process.pid).get(RUN_ID) == run_id)
+    ]
+
+
+def send(process: Process, number: signal.Signals) -> None:
+    """Signal a process unless it is gone or its pid has been given to another."""
+    if is_alive(process.pid, process.start):
+        try:
+            os.kill(process.pid, number)
+        except (ProcessLookupError, PermissionError):
+            pass
+
+
+def kill_run(run_id: str, session: int | None = None, patience_s: float = UNKILLABLE_S) -> list[int]:
+    """SIGKILL everything of a run on this host; returns the pids that do not die."""
+    deadline = time.monotonic() + patience_s
+    while left := find_run(run_id, session):
+        for process in left:
+            send(process, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            return [process.pid for process in left]
+        time.sleep(0.05)
+    return []
+
+
+def oom_kills() -> int:
+    """How many processes the kernel has killed for memory in the cgroup of this process; 0 when not told."""
+    try:
+        entries = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return 0
+    for _, controllers, path in entries:
+        for file in (  # version 2, then version 1
+            Path(f"/sys/fs/cgroup{path}/memory.events") if not controllers else None,
+            Path(f"/sys/fs/cgroup/memory{path}/memory.oom_control") if "memory" in controllers.split(",") else None,
+        ):
+            try:
+                counts = dict(line.split() for line in file.read_text().splitlines()) if file else {}
+            except (OSError, ValueError):
+                counts = {}
+            if "oom_kill" in counts:
+                return int(counts["oom_kill"])
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What the supervisor asks for."""
+
+    run_id: str
+    host: str  # name of this host in the plan
+    run_dir: str
+    cwd: str
+    argv: list[str]  # of the node launcher
+    env: dict[str, str]  # on top of the agent's own
+    ranks: list[int]  # of this host
+    stop_grace_s: float  # to finish a step and save
+
+
+@dataclass(slots=True)
+class Rank:
+    """One rank: its process once seen, its last state file, how it ended."""
+
+    number: int
+    process: Process | None = None
+    status: dict[str, Any] = field(default_factory=dict)
+    stamp: tuple[int, int] = (0, 0)
+    exited: bool = False
+    exit_code: int | None = None
+    signal: int | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether it said that it is through, or that it stopped as asked."""
+        return self.status.get("state") in ("done", "stopped")
+
+
+class Agent:
+    """The run on this host, moved forward by `poll` until `over`."""
+
+    def __init__(self, order: Order, emit: Callable[..., None]) -> None:
+        self.order = order
+        self.emit = emit
+        self.over = False
+        self.ranks = {number: Rank(number) for number in order.ranks}
+        self.ending: str | None = None  # stop | failure | kill
+        self.kill_at: float | None = None
+        self.killed_at: float | None = None
+        self.first_done: float | None = None
+        self.launcher_over = False
+        self.oom_kills = oom_kills()
+        self.node_log = Path(order.run_dir, "logs", f"{order.host}.node.log")
+        self.launcher = self._start()
+        emit("started", pid=self.launcher.pid)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        inherited = os.environ.get("PATH", os.defpath)
+        path = os.pathsep.join([os.path.dirname(self.order.argv[0]), self.order.env.get("PATH", inherited)])
+        self.node_log.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.node_log, "ab") as log:
+            return subprocess.Popen(
+                self.order.argv,
+                cwd=self.order.cwd,
+                # PATH: ninja, which builds DeepSpeed's operators, lies beside the interpreter.
+                env={**os.environ, **self.order.env, "PATH": path, RUN_ID: self.order.run_id},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_die_with(os.getpid()),  # safe: the agent has one thread
+            )
+
+    def poll(self) -> None:
+        """Look once at everything and act on it."""
+        self._look_at_launcher()
+        self._find_ranks()
+        for rank in self.ranks.values():
+            self._read_status(rank)
+            self._look_at_rank(rank)
+        self._check_stragglers()
+        if self.kill_at is not None and time.monotonic() >= self.kill_at:
+            self._kill()
+        self._check_over()
+
+    def end(self, why: str) -> None:
+        """Begin to end all ranks: `stop` lets them save, `failure` is brief, `kill` is at once."""
+        order = ("stop", "failure", "kill")
+        if self.ending is not None and order.index(why) <= order.index(self.ending):
+            return
+        self.emit("ending", why=why)
+        self.ending = why
+        grace_s = {"stop": self.order.stop_grace_s, "failure": FAILURE_GRACE_S, "kill": 0.0}[why]
+        running = [rank.process for rank in self.ranks.values() if rank.process and not rank.exited]
+        if why == "stop" and not running:
+            grace_s = 0.0  # nothing was trained, there is nothing to save
+        if why != "kill":
+            for process in running:
+                send(process, signal.SIGTERM)
+        self.kill_at = time.monotonic() + grace_s
+
+    def _look_at_launcher(self) -> None:
+        if self.launcher_over or self.launcher.poll() is None:
+            return
+        self.launcher_over = True
+        code = self.launcher.returncode
+        by_us = self.killed_at is not None
+        self.emit("launcher_exit", **_ending(code), by_us=by_us)
+        if code != 0 and self.ending is None:
+            self.end("failure")
+
+    def _find_ranks(self) -> None:
+        missing = any(rank.process is None for rank in self.ranks.values())
+        if self.launcher_over or not missing:
+            return
+        for process in processes():
+            number = read_environment(process.pid).get("RANK", "") if process.parent == self.launcher.pid else ""
+            rank = self.ranks.get(int(number)) if number.isdigit() else None
+            if rank is not None and rank.process is None:
+                rank.process = process
+                if self.ending is not None:
+                    send(process, signal.SIGTERM)
+
+    def _read_status(self, rank: Rank) -> None:
+        path = Path(self.order.run_dir, "ranks", f"{rank.number}.json")
+        try:
+            stat = path.stat()
+            stamp = (stat.st_ino, stat.st_mtime_ns)  # each write is a new file; the clock alone is too coarse
+            if stamp == rank.stamp:
+                return
+            rank.status = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return
+        rank.stamp = stamp
+        self.emit("rank", rank=rank.number, status=rank.status)
+        if rank.status.get("state") == "failed":
+            self.end("failure")
+
+    def _look_at_rank(self, rank: Rank) -> None:
+        if rank.process is None or rank.exited:
+            return
+        now = read_process(rank.process.pid)
+        if now is not None and now.start == rank.process.start and not now.ended:
+            return
+        rank.exited = True
+        if now is not None and now.start == rank.process.start:
+            code: int | None = os.waitstatus_to_exitcode(now.wait_status)
+        else:
+            code = self._logged_exit(rank.process.pid)
+        self._read_status(rank)  # it may have written after the last look
+        ending = _ending(code)
+        rank.exit_code, rank.signal = ending["exit_code"], ending["signal"]
+        by_us = (rank.signal == signal.SIGTERM and self.ending is not None) or self.killed_at is not None
+        self.emit(
+            "rank_exit",
+            rank=rank.number,
+            pid=rank.process.pid,
+            **ending,
+            by_us=by_us,
+            oom_kills=oom_kills() - self.oom_kills,
+        )
+        if not by_us and not (rank.finished and code in (0, None)):
+            self.end("failure")
+
+    def _logged_exit(self, pid: int) -> int | None:
+        """The exit code that DeepSpeed's node launcher wrote down, for a rank reaped before we looked."""
+        try:
+            log = self.node_log.read_text(errors="replace")
+        except OSError:
+            return None
+        if f"Process {pid} exits successfully" in log:
+            return 0
+        codes = re.findall(r"exits with return code = (-?\d+)", log)
+        return int(codes[-1]) if codes else None
+
+    def _check_stragglers(self) -> None:
+        if self.first_done is None and any(rank.exited for rank in self.ranks.values()):
+            self.first_done = time.monotonic()
+        if self.first_done is not None and time.monotonic() - self.first_done > FINISH_S and self.ending is None:
+            self.end("failure")
+
+    def _kill(self) -> None:
+        if self.killed_at is None:
+            self.killed_at = time.monotonic()
+        for process in find_run(self.order.run_id, self.launcher.pid):
+            send(process, signal.SIGKILL)
+
+    def _check_over(self) -> None:
+        patience_over = self.killed_at is not None and time.monotonic() - self.killed_at > UNKILLABLE_S
+        running = any(rank.process and not rank.exited for rank in self.ranks.values())
+        if (running or not self.launcher_over) and not patience_over:
+            return
+        left = find_run(self.order.run_id, self.launcher.pid)
+        if not left or patience_over:
+            self.over = True
+            self.emit("done", survivors=[process.pid for process in left])
+        elif self.killed_at is None:
+            self.kill_at = min(self.kill_at or float("inf"), time.monotonic() + LEFTOVER_S)
+
+
+def _ending(code: int | None) -> dict[str, int | None]:
+    """A return code as subprocess gives it, split into exit code and signal."""
+    killed = code is not None and code < 0
+    return {"exit_code": None if killed else code, "signal": -code if code is not None and killed else None}
+
+
+def _die_with(parent: int) -> Callable[[], None]:
+    """For a child before exec: have the kernel kill it when `parent` ends."""
+    libc = ctypes.CDLL(None)
+
+    def in_child() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(1)
+
+    return in_child
+
+
+class Wire:
+    """JSON lines in on descriptor 0 and out on descriptor 1, never waiting for the other side.
+
+    A supervisor that is suspended with Ctrl-Z reads nothing; the agent must go on guarding its ranks.
+    """
+
+    def __init__(self, host: str = "") -> None:
+        self.host = host
+        self.closed = False
+        self._received = b""
+        self.unsent = b""
+        os.set_blocking(1, False)
+
+    def emit(self, event: str, **fields: Any) -> None:
+        """Queue one event and send what can be sent."""
+        line = json.dumps({"event": event, "host": self.host, "time": time.time(), **fields}, ensure_ascii=False)
+        self.unsent += line.encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what can be sent; a reader that is gone is no error."""
+        try:
+            while self.unsent:
+                self.unsent = self.unsent[os.write(1, self.unsent) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.unsent = b""
+
+    def messages(self, wait_s: float | None) -> list[dict[str, Any]]:
+        """The messages that arrive within `wait_s`; sets `closed` at the end of input."""
+        if self.closed:
+            time.sleep(wait_s or 0)
+            return []
+        if not select.select([0], [], [], wait_s)[0]:
+            return []
+        data = os.read(0, 65536)
+        self.closed = not data
+        *lines, self._received = (self._received + data).split(b"\n")
+        return [json.loads(line) for line in lines if line.strip()]
+
+
+def main() -> int:
+    """Read the order, serve it, return 0 when nothing of the run is left."""
+    wire = Wire()
+    asked: list[str] = []
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: asked.append("stop"))
+    # A function, not SIG_IGN: that would be inherited by the node launcher.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    messages: list[dict[str, Any]] = []
+    while not messages:
+        messages = wire.messages(None)
+        if wire.closed:
+            return 0  # nothing was ordered
+    order, *rest = messages
+    wire.host = order["host"]
+    agent = Agent(Order(**order), wire.emit)
+    asked += [message["do"] for message in rest]
+    while not agent.over:
+        asked += [message["do"] for message in wire.messages(POLL_S)]
+        if wire.closed:
+            asked.append("stop")
+        while asked:
+            agent.end(asked.pop(0))
+        agent.poll()
+        wire.flush()
+    deadline = time.monotonic() + 5.0
+    while wire.unsent and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        wire.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

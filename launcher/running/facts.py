@@ -1,0 +1,244 @@
+"""Look at this machine, the files and the earlier run that a configuration names; decide nothing.
+
+What cannot be read becomes a problem in the result, so that a plan reports it with everything else.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import ConfigError, Problem
+from launcher.planning.facts import Facts, LocalGpu, Resume, TextFile
+from launcher.resources import ds_configs_dir
+from launcher.rundir import resolve_resume
+from launcher.spec import MISSING, RunConfig
+
+DEFAULT_HOSTFILE = Path("hostfiles/default")
+# The demo's rows; `launcher.training.digits` makes them, and a test holds the two equal.
+DIGITS_ROWS = {"train": 6400, "eval": 256}
+NVIDIA_SMI = "nvidia-smi --query-gpu=index,uuid,name,memory.total,compute_cap --format=csv,noheader,nounits"
+PROC_GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+def gather_facts(config: RunConfig, cwd: Path | None = None) -> Facts:
+    """Everything outside `config` that its plan depends on. Reads files and asks `nvidia-smi`; changes nothing."""
+    return _Gatherer(config, Path.cwd() if cwd is None else cwd).gather()
+
+
+class _Gatherer:
+    """Collects problems while it reads."""
+
+    def __init__(self, config: RunConfig, cwd: Path) -> None:
+        self.config = config
+        self.cwd = cwd
+        self.problems: list[Problem] = []
+
+    def gather(self) -> Facts:
+        """All facts; what failed is in `problems`."""
+        config, root = self.config, self.cwd / self.config.run.root
+        resume = self._resume()
+        gpus, visible = self._gpus()
+        data = config.dataset
+        digits = data.format == "digits" or data.name == "digits"
+        named = Path(config.run.dir) if config.run.dir else root / config.run.name if config.run.name else None
+        folder = named or (Path(resume.run_dir) if resume else root)
+        return Facts(
+            cwd=str(self.cwd),
+            hostname=socket.gethostname(),
+            hostfile=self._hostfile(),
+            gpus=gpus,
+            visible_devices=visible,
+            cpu_count=_cpu_count(),
+            ram_bytes=_ram_bytes(),
+            disk_free_bytes=self._disk(self.cwd / folder),
+            run_root=str(root),
+            taken=tuple(sorted(path.name for path in root.iterdir())) if root.is_dir() else (),
+            run_dir_used=named is not None and _is_used(self.cwd / named),
+            train_rows=DIGITS_ROWS["train"] if digits else self._rows("dataset.train", data.train),
+            eval_rows=DIGITS_ROWS["eval"] if digits else self._rows("dataset.eval", data.eval),
+            arch=self._arch(),
+            weights_on_disk=self._weights(),
+            zero_file=self._text("zero.file", ds_configs_dir() / config.zero.file, f"ds_configs/{config.zero.file}"),
+            zero_config=self._text("zero.config", config.zero.config),
+            env_file=self._text("env.file", config.env.file),
+            resume=resume,
+            problems=tuple(self.problems),
+        )
+
+    def _problem(self, text: str, *tries: str) -> None:
+        self.problems.append(Problem(text, "", tries))
+
+    def _shown(self, path: Path) -> str:
+        """The path as a person would type it here."""
+        return str(path.relative_to(self.cwd)) if path.is_relative_to(self.cwd) else str(path)
+
+    def _text(self, key: str, name: str | Path | None, shown: str | None = None) -> TextFile | None:
+        if name is None:
+            return None
+        path = self.cwd / name
+        try:
+            return TextFile(path=shown or self._shown(path), text=path.read_bytes().decode())
+        except UnicodeDecodeError as error:
+            self._problem(f"{key}={name}: byte {error.start} is not UTF-8 ({path})", "save the file as UTF-8")
+        except OSError as error:
+            self._problem(f"{key}={name}: {_reason(error)} ({path})", f"{key}=FILE")
+        return None
+
+    def _hostfile(self) -> TextFile | None:
+        if self.config.cluster.hostfile is not None:
+            return self._text("cluster.hostfile", self.config.cluster.hostfile)
+        default = self.cwd / DEFAULT_HOSTFILE
+        return self._text("cluster.hostfile", DEFAULT_HOSTFILE) if default.is_file() else None
+
+    def _rows(self, key: str, name: str | None) -> int | None:
+        """Lines that hold something; what is in them, `check data` reads."""
+        if name is None or name == MISSING:
+            return None
+        path = self.cwd / name
+        try:
+            with open(path, "rb") as file:
+                rows = sum(1 for line in file if not line.isspace())
+        except OSError as error:
+            self._problem(f"{key}={name}: {_reason(error)} ({path})", f"{key}=FILE")
+            return None
+        if rows == 0:
+            self._problem(f"{key}={name} has no rows ({path})", f"{key}=FILE with one JSON object a line")
+            return None
+        return rows
+
+    def _arch(self) -> dict[str, Any] | None:
+        folder = self.config.model.path
+        if folder is None or folder == MISSING:
+            return None
+        path = self.cwd / folder
+        if not path.is_dir():
+            what = "not a folder" if path.exists() else "no such folder"
+            self._problem(f"model.path={folder}: {what} ({path})", "model.path=FOLDER with config.json")
+            return None
+        text = self._text("model.path", path / "config.json")
+        if text is None:
+            return None
+        try:
+            arch = json.loads(text.text)
+        except json.JSONDecodeError as error:
+            self._problem(f"{text.path}:{error.lineno}: {error.msg}", "model.path=FOLDER with a whole config.json")
+            return None
+        return arch if isinstance(arch, dict) else {}
+
+    def _weights(self) -> bool:
+        model = self.config.model
+        if model.path is not None:
+            folder = self.cwd / model.path
+            found = folder.is_dir() and any(folder.glob("*.safetensors"))
+            if folder.is_dir() and not found and model.weights == "pretrained":
+                self._problem(f"model.path={model.path}: no *.safetensors in it ({folder})", "model.weights=random")
+            return found
+        cached = _hub_cache() / ("models--" + (model.repo or "").replace("/", "--")) / "snapshots"
+        return model.repo is not None and any(cached.glob("*/*.safetensors"))
+
+    def _disk(self, folder: Path) -> int | None:
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            why = "no permission to write in it" if existing.is_dir() else "it is not a folder"
+            self._problem(f"the run folder cannot be made in {existing}: {why}", "run.root=FOLDER")
+            return None
+        return shutil.disk_usage(existing).free
+
+    def _resume(self) -> Resume | None:
+        if self.config.resume is None:
+            return None
+        try:
+            checkpoint, state = resolve_resume((self.cwd / self.config.resume).resolve())
+        except ConfigError as error:
+            self.problems.extend(error.problems)
+            return None
+        return Resume(checkpoint=str(checkpoint), run_dir=str(checkpoint.parent.parent), state=state)
+
+    def _gpus(self) -> tuple[tuple[LocalGpu, ...], str | None]:
+        """GPUs that this process may use, and CUDA_VISIBLE_DEVICES when it is set."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        found = {} if os.environ.get("DS_ACCELERATOR") == "cpu" else _local_gpus()
+        if visible is None or not found:
+            return tuple(found.values()), None if not found else visible
+        chosen = []
+        for word in filter(None, (word.strip() for word in visible.split(","))):
+            match = [gpu for uuid, gpu in found.items() if word == str(gpu.index) or _is_uuid_of(word, uuid)]
+            if len(match) == 1:
+                chosen.append(match[0])
+            else:
+                known = ", ".join(str(gpu.index) for gpu in found.values())
+                text = f"CUDA_VISIBLE_DEVICES={visible}: {word} is none of this machine's GPUs, {known}"
+                self._problem(text, "CUDA_VISIBLE_DEVICES=0", "unset CUDA_VISIBLE_DEVICES")
+        return tuple(chosen), visible
+
+
+def _local_gpus() -> dict[str, LocalGpu]:
+    """UUID -> GPU of this machine, from `nvidia-smi`, else from the driver's files; nothing without a driver."""
+    try:
+        listed = subprocess.run(NVIDIA_SMI.split(), capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return _driver_gpus()
+    gpus: dict[str, LocalGpu] = {}
+    for line in listed.splitlines():
+        index, uuid, name, memory, capability = (word.strip() for word in line.split(","))
+        major, _, minor = capability.partition(".")
+        gpus[uuid] = LocalGpu(
+            index=int(index),
+            name=name,
+            memory_bytes=int(memory) * 2**20 if memory.isdigit() else None,
+            capability=(int(major), int(minor)) if major.isdigit() and minor.isdigit() else None,
+        )
+    return gpus
+
+
+def _driver_gpus() -> dict[str, LocalGpu]:
+    gpus: dict[str, LocalGpu] = {}
+    for path in PROC_GPUS.glob("*/information"):
+        text = path.read_text()
+        fields = dict(re.findall(r"^([^:\n]+):[ \t]*(.*)$", text, re.MULTILINE))
+        index = int(fields.get("Device Minor", len(gpus)))
+        gpus[fields.get("GPU UUID", str(path))] = LocalGpu(index=index, name=fields.get("Model", "NVIDIA GPU"))
+    return dict(sorted(gpus.items(), key=lambda item: item[1].index))
+
+
+def _is_uuid_of(word: str, uuid: str) -> bool:
+    """CUDA takes any beginning of a UUID that is long enough to be the only one."""
+    return word.startswith("GPU-") and len(word) > 4 and uuid.startswith(word)
+
+
+def _cpu_count() -> int:
+    """Cores that this process may use; a container often may use fewer than there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _ram_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
+
+
+def _hub_cache() -> Path:
+    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
+
+
+def _is_used(folder: Path) -> bool:
+    return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+
+
+def _reason(error: OSError) -> str:
+    known = {
+        errno.ENOENT: "no such file",
+        errno.EISDIR: "a folder, not a file",
+        errno.EACCES: "no permission to read it",
+    }
+    return known.get(error.errno or 0, error.strerror or str(error))

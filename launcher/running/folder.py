@@ -1,0 +1,107 @@
+"""Makes a run folder and writes what is known before the start; two starts never share one."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from launcher.errors import ConfigError, MachineError, Problem
+from launcher.planning.command import command_script
+from launcher.planning.hosts import render_hosts
+from launcher.planning.secrets import is_secret, masked
+from launcher.rundir import RunDir, write_atomic, write_json
+from launcher.running.supervisor import write_supervisor
+from launcher.spec import RunPlan, plan_to_json
+
+
+class Folder:
+    """A run folder that belongs to this process until it is closed, or the process ends."""
+
+    def __init__(self, run: RunDir, lock: int, *, made: bool, past: int | None) -> None:
+        self.run = run
+        self._lock = lock
+        self._made = made  # by this start, not by the user beforehand
+        self._past = past  # plan.N.json holds the plan of the part before this one
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._lock)
+
+    def give_back(self) -> None:
+        """Undo the claim when nothing was run: remove a new folder, put the files of an old one back."""
+        if self._past is not None:
+            for name in ("plan", "outcome"):
+                if (kept := self.run.path / f"{name}.{self._past}.json").exists():
+                    os.replace(kept, self.run.path / f"{name}.json")
+        elif self._made:
+            shutil.rmtree(self.run.path)
+        else:
+            for path in self.run.path.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def claim(plan: RunPlan) -> Folder:
+    """Make the folder of `plan` and lock it for this process; the earlier part of a resumed run is kept beside.
+
+    Raises ConfigError when another start has the folder or, unless resumed, when a run is in it; MachineError when
+    the folder cannot be made.
+    """
+    run = RunDir(Path(plan.run_dir))
+    made = not run.path.exists()
+    try:
+        run.path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(run.path / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+    except OSError as error:
+        raise MachineError(Problem(f"the run folder cannot be made: {error}", tries=("run.root=FOLDER",))) from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        text = f"{run.path} belongs to a run that goes on"
+        raise ConfigError(Problem(text, tries=("run.name=ANOTHER", f"python -m launcher stop {run.path}"))) from None
+    except OSError:
+        pass  # a file system without locks
+    if run.plan.exists() and plan.resume_from is None:
+        os.close(lock)
+        raise ConfigError(Problem(f"{run.path} was taken by another start", tries=("run.name=ANOTHER",)))
+    return Folder(run, lock, made=made, past=_keep_past(run) if run.plan.exists() else None)
+
+
+def write_files(run: RunDir, plan: RunPlan, *, config_yaml: str, overrides: Sequence[str]) -> RunDir:
+    """Write everything a claimed folder holds before its ranks start."""
+    write_supervisor(run, plan.run_id)
+    for folder in (run.logs, run.ranks):
+        folder.mkdir(exist_ok=True)
+    write_atomic(run.plan, plan_to_json(_without_secrets(plan)))
+    write_atomic(run.config, config_yaml)
+    write_json(run.ds_config, plan.deepspeed)
+    write_atomic(run.hostfile, render_hosts(plan.hosts))
+    write_atomic(run.command, command_script(plan))
+    write_atomic(run.overrides, "".join(f"{override}\n" for override in overrides))
+    write_atomic(run.env, "".join(f"{name}={value}\n" for name, value in sorted(masked(plan.env).items())))
+    return run
+
+
+def _without_secrets(plan: RunPlan) -> RunPlan:
+    """Ranks have their environment from the agent; a secret has no place in a file."""
+    env = {name: value for name, value in plan.env.items() if not is_secret(name)}
+    typed = {name: value for name, value in plan.config.env.set.items() if not is_secret(name)}
+    config = dataclasses.replace(plan.config, env=dataclasses.replace(plan.config.env, set=typed))
+    return dataclasses.replace(plan, env=env, config=config)
+
+
+def _keep_past(run: RunDir) -> int:
+    number = 1
+    while (run.path / f"plan.{number}.json").exists():
+        number += 1
+    os.rename(run.plan, run.path / f"plan.{number}.json")
+    if run.outcome.exists():
+        os.rename(run.outcome, run.path / f"outcome.{number}.json")
+    shutil.rmtree(run.ranks, ignore_errors=True)  # states of processes that are gone
+    return number

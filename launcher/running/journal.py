@@ -1,0 +1,74 @@
+"""Reads what ranks write while they train: metrics.jsonl and events.jsonl."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from launcher.rundir import RunDir
+
+Line = dict[str, Any]
+
+
+class JsonTail:
+    """Whole lines that were appended to a JSON-lines file since the last look."""
+
+    def __init__(self, path: Path, *, from_end: bool = False) -> None:
+        self.path = path
+        self._offset = path.stat().st_size if from_end and path.exists() else 0
+
+    def read(self) -> list[Line]:
+        """The new lines; one that is not JSON (a disk ran full) is left out."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return [line for text in whole.splitlines() if (line := _parse(text)) is not None]
+
+
+def evaluations(run: RunDir) -> list[Line]:
+    """The evaluations of a run by step; of a step that a resumed run took again, the last."""
+    lines = [line for line in JsonTail(run.metrics).read() if line.get("kind") == "eval"]
+    return [line for _, line in sorted({line["step"]: line for line in lines}.items())]
+
+
+def last_step(run: RunDir) -> Line | None:
+    """The last training step that was written down."""
+    steps = [line for line in JsonTail(run.metrics).read() if line.get("kind") == "step"]
+    return steps[-1] if steps else None
+
+
+def eval_scores(line: Line) -> dict[str, float]:
+    """The metrics of an evaluation line, without their prefix."""
+    return {key[5:]: value for key, value in line.items() if key.startswith("eval/") and value is not None}
+
+
+def rank_statuses(run: RunDir) -> dict[int, Line]:
+    """The state file of each rank that has written one."""
+    found = {}
+    for path in run.ranks.glob("[0-9]*.json"):
+        try:
+            found[int(path.stem)] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+    return dict(sorted(found.items()))
+
+
+def short_path(path: str | Path) -> str:
+    """The path as a person would type it here."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def _parse(text: bytes) -> Line | None:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None

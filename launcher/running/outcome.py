@@ -1,0 +1,135 @@
+"""How a run ended, for people (the last lines on the terminal) and for programs (outcome.json)."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from launcher.rundir import RunDir, complete_checkpoints, write_json
+from launcher.running.journal import eval_scores, evaluations, last_step, short_path
+from launcher.running.verdict import Failure, Tally, Verdict
+
+
+def write_outcome(run: RunDir, verdict: Verdict, tally: Tally, *, started: float, ended: float, metric: str) -> None:
+    """Write outcome.json: status, exit code, times, failures with the first cause first, and what was reached."""
+    failures = [_failure_data(failure) for failure in verdict.failures]
+    checkpoint, export = last_checkpoint(run), exported(run)
+    write_json(
+        run.outcome,
+        {
+            "status": verdict.status,
+            "exit_code": int(verdict.exit_code),
+            "started": _timestamp(started),
+            "ended": _timestamp(ended),
+            "seconds": round(ended - started, 1),
+            "first_failure": failures[0] if failures else None,
+            "failures": failures,
+            "steps": steps_done(run, tally.statuses),
+            "last_checkpoint": str(checkpoint) if checkpoint else None,
+            "export": str(export) if export else None,
+            "eval": _eval_data(run, metric),
+        },
+    )
+
+
+def render_end(run: RunDir, verdict: Verdict, tally: Tally, metric: str) -> str:
+    """The last lines on the terminal."""
+    if verdict.status == "failed":
+        lines = _failure_lines(verdict.failures)
+    elif verdict.status == "done":
+        lines = ["done", *eval_table(run, metric)]
+    elif verdict.status == "stopped":
+        lines = [f"stopped after step {steps_done(run, tally.statuses)}"]
+    else:
+        lines = ["ended at once: ranks were killed, and what came after the last checkpoint is lost"]
+    for rank in tally.late_deaths():
+        lines.append(
+            f"  note    rank {rank} crashed while it left, after all was done: {short_path(_log(run, tally, rank))}"
+        )
+    if tally.survivors:
+        pids = ", ".join(map(str, tally.survivors))
+        lines.append(f"  these processes do not die (stuck in a driver or file system?): {pids}")
+    checkpoint, export = last_checkpoint(run), exported(run)
+    lines.append(f"  run     {short_path(run.path)}")
+    if export:
+        lines.append(f"  export  {short_path(export)}")
+    if verdict.status != "done" and checkpoint:
+        lines.append(f"  resume  python -m launcher resume {short_path(run.path)}   (from {checkpoint.name})")
+    return "\n".join(lines)
+
+
+def eval_table(run: RunDir, metric: str) -> list[str]:
+    """Evaluation metrics before training, at the best step, and at the end, as aligned lines."""
+    lines = evaluations(run)
+    if not lines:
+        return []
+    best = _best(lines, metric)
+    columns = {"before" if lines[0]["step"] == 0 else f"step {lines[0]['step']}": lines[0]}
+    if best is not lines[0] and best is not lines[-1]:
+        columns[f"best (step {best['step']})"] = best
+    if len(lines) > 1:
+        columns[f"end (step {lines[-1]['step']})"] = lines[-1]
+    names = list(eval_scores(lines[-1]))
+    width = max(len(name) for name in names)
+    rows = [f"  {'':{width}}" + "".join(f"  {head:>16}" for head in columns)]
+    for name in names:
+        cells = (eval_scores(line).get(name) for line in columns.values())
+        rows.append(f"  {name:{width}}" + "".join(f"  {'-' if c is None else format(c, '.4f'):>16}" for c in cells))
+    return rows
+
+
+def steps_done(run: RunDir, statuses: dict[int, dict[str, Any]]) -> int:
+    """Optimizer steps that all of the run's ranks have taken, as far as they said."""
+    step = last_step(run)
+    written = int(step["step"]) if step else 0
+    return max([written, *(int(status.get("step", 0)) for status in statuses.values())])
+
+
+def last_checkpoint(run: RunDir) -> Path | None:
+    """The newest whole checkpoint."""
+    found = complete_checkpoints(run)
+    return found[-1] if found else None
+
+
+def exported(run: RunDir) -> Path | None:
+    """The export when it was written."""
+    return run.export if run.export.is_dir() and any(run.export.glob("*.safetensors")) else None
+
+
+def _log(run: RunDir, tally: Tally, rank: int) -> Path:
+    return run.log(tally.hosts[rank], rank)
+
+
+def _best(lines: list[dict[str, Any]], metric: str) -> dict[str, Any]:
+    trained = [line for line in lines if line["step"] > 0] or lines
+    return max(trained, key=lambda line: eval_scores(line).get(metric, float("-inf")))
+
+
+def _eval_data(run: RunDir, metric: str) -> dict[str, Any] | None:
+    lines = evaluations(run)
+    if not lines:
+        return None
+    return {"metric": metric, "before": lines[0], "best": _best(lines, metric), "after": lines[-1]}
+
+
+def _failure_lines(failures: tuple[Failure, ...]) -> list[str]:
+    first, *others = failures
+    lines = [first.headline(), *(f"    {line}" for line in first.details()), f"  log     {short_path(Path(first.log))}"]
+    for failure in others[:3]:
+        lines.append(f"  later   {failure.headline()}")
+    if len(others) > 3:
+        lines.append(f"  later   {len(others) - 3} more, in outcome.json")
+    return lines
+
+
+def _failure_data(failure: Failure) -> dict[str, Any]:
+    data = {f.name: getattr(failure, f.name) for f in dataclasses.fields(failure)}
+    name = signal.Signals(failure.signal).name if failure.signal is not None else None
+    return {**data, "time": _timestamp(failure.time), "signal_name": name, "text": failure.headline()}
+
+
+def _timestamp(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")

@@ -1,0 +1,214 @@
+"""Looks at run folders from outside: `status`, `logs`, `stop`. State is what lies in the folder and what lives."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import ConfigError, ExitCode, LauncherError, MachineError, Problem
+from launcher.rundir import RunDir, complete_checkpoints
+from launcher.running.agent import Process, kill_run, send
+from launcher.running.journal import evaluations, last_step, rank_statuses, short_path
+from launcher.running.outcome import steps_done
+from launcher.running.progress import render_numbers, render_scores
+from launcher.running.state import State, find_folder, find_state, list_runs, read_object
+
+TAIL_LINES = 20
+POLL_S = 0.3
+STOP_MARGIN_S = 30.0  # beyond cluster.stop_grace_s, for killing and writing the outcome
+RUNS = "runs"
+MARKS = ("error", "traceback", "exception", "fatal", "killed", "out of memory", "warning: ")
+
+
+def main(verb: str, argv: Sequence[str]) -> int:
+    """Run `status`, `logs` or `stop` with its arguments; the exit code."""
+    parser = argparse.ArgumentParser(prog=f"python -m launcher {verb}", description=DESCRIPTIONS[verb])
+    parser.add_argument("run", nargs="?" if verb == "status" else None, help="run folder, its name, or `latest`")
+    parser.add_argument("--root", default=RUNS, help="folder of run folders (default: %(default)s)")
+    if verb == "logs":
+        parser.add_argument("-f", "--follow", action="store_true", help="go on as lines are written")
+        parser.add_argument("--rank", type=int, help="only this rank; without it rank 0, or all with --errors")
+        parser.add_argument("--errors", action="store_true", help="only lines that tell of an error, of all ranks")
+        parser.add_argument("-n", "--lines", type=int, default=TAIL_LINES, help="last lines (default: %(default)s)")
+    options = parser.parse_args(list(argv))
+    try:
+        return VERBS[verb](options)
+    except LauncherError as error:
+        print(error.render(), file=sys.stderr)
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+    except BrokenPipeError:  # `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.OK
+
+
+def status(options: argparse.Namespace) -> int:
+    """Print one run in detail, or all in a table."""
+    if options.run is not None:
+        print("\n".join(_details(find_folder(options.run, options.root))))
+        return ExitCode.OK
+    runs = list_runs(options.root)
+    if not runs:
+        print(f"no run in {Path(options.root).absolute()}")
+        return ExitCode.OK
+    rows = [("run", "state", "step", "loss"), *(_row(run) for run in runs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return ExitCode.OK
+
+
+def _row(run: RunDir) -> tuple[str, str, str, str]:
+    step = last_step(run)
+    if step is None:
+        return run.path.name, find_state(run).name, "-", "-"
+    loss = "-" if step.get("loss") is None else f"{step['loss']:.4f}"
+    return run.path.name, find_state(run).name, f"{step['step']}/{step['total_steps']}", loss
+
+
+def _details(run: RunDir) -> list[str]:
+    state, statuses = find_state(run), rank_statuses(run)
+    lines = [f"run     {short_path(run.path)}", f"state   {state.text}"]
+    step = last_step(run)
+    if step is not None:
+        lines.append(f"step    {step['step']}/{step['total_steps']}  {render_numbers(step)}")
+    else:
+        lines.append(f"step    {steps_done(run, statuses)}")
+    for line in evaluations(run)[-1:]:
+        lines.append(f"eval    step {line['step']}: {render_scores(line)}")
+    for rank, entry in statuses.items():
+        lines.append(f"rank {rank:<2} {_rank_text(entry, state)}")
+    lines += [f"saved   {short_path(folder)}" for folder in complete_checkpoints(run)]
+    lines.append(f"logs    {short_path(run.logs)}")
+    return lines
+
+
+def _rank_text(entry: dict[str, Any], state: State) -> str:
+    """What a rank said last; a rank that can no longer be working is said to be gone."""
+    said = entry.get("state", "?")
+    text = f"{said}, {entry.get('phase')}, step {entry.get('step')}, process {entry.get('pid')} on {entry.get('host')}"
+    error = entry.get("error")
+    if error:
+        first = next(iter(str(error.get("message", "")).strip().splitlines()), "")
+        return f"{text}: {error.get('type')}: {first}"
+    if said in ("starting", "running") and state.over:
+        return f"gone; said last: {text}"
+    return text
+
+
+def logs(options: argparse.Namespace) -> int:
+    """Print the end of rank logs, and what is written to them when asked to follow."""
+    run = find_folder(options.run, options.root)
+    files = _log_files(run, options.rank, everything=options.errors)
+    if not files:
+        what = "no log yet" if options.rank is None else f"no log of rank {options.rank}"
+        names = ", ".join(path.name for path in sorted(run.logs.glob("*.log"))) or "none"
+        raise ConfigError(Problem(f"{what} in {run.logs}; there: {names}"), title="with this run")
+    wanted = _is_error if options.errors else _any
+    tails = [(path, *_tail(path, options.lines, wanted)) for path in files]
+    prefix = len(files) > 1
+    for path, lines, _ in tails:
+        _print_lines(path, lines, prefix)
+    if options.follow:
+        _follow(run, {path: offset for path, _, offset in tails}, wanted, prefix)
+    return ExitCode.OK
+
+
+def _log_files(run: RunDir, rank: int | None, *, everything: bool) -> list[Path]:
+    if everything and rank is None:
+        return sorted(run.logs.glob("*.log"))
+    return sorted(run.logs.glob(f"*.{rank or 0}.log")) or (sorted(run.logs.glob("*.node.log")) if rank is None else [])
+
+
+def _any(line: str) -> bool:
+    return True
+
+
+def _is_error(line: str) -> bool:
+    lower = line.lower()
+    return any(mark in lower for mark in MARKS)
+
+
+def _tail(path: Path, count: int, wanted: Callable[[str], bool]) -> tuple[list[str], int]:
+    """The last wanted lines, and where reading goes on."""
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    lines = [line for line in data.decode(errors="replace").splitlines() if wanted(line)]
+    return (lines[-count:] if count > 0 else []), whole
+
+
+def _print_lines(path: Path, lines: Sequence[str], prefix: bool) -> None:
+    for line in lines:
+        print(f"{path.stem}: {line}" if prefix else line, flush=True)
+
+
+def _follow(run: RunDir, offsets: dict[Path, int], wanted: Callable[[str], bool], prefix: bool) -> None:
+    """Print new whole lines until the run is over."""
+    while True:
+        over = find_state(run).over  # looked at first: what was written before it is still printed
+        for path, offset in offsets.items():
+            with open(path, "rb") as file:
+                file.seek(offset)
+                data = file.read()
+            whole = data.rfind(b"\n") + 1
+            offsets[path] = offset + whole
+            _print_lines(path, [x for x in data[:whole].decode(errors="replace").splitlines() if wanted(x)], prefix)
+        if over:
+            return
+        time.sleep(POLL_S)
+
+
+def stop(options: argparse.Namespace) -> int:
+    """Ask the run to save and end, and wait until it has."""
+    run = find_folder(options.run, options.root)
+    state = find_state(run)
+    if state.over:
+        print(f"nothing to stop: {state.text}")
+        return ExitCode.OK
+    if state.name == "unknown" or state.supervisor is None:
+        raise ConfigError(Problem(state.text, tries=("the same command on that machine",)), title="with stopping it")
+    grace_s = _grace_s(run)
+    if state.name == "running":
+        send(Process(state.supervisor.pid, state.supervisor.start), signal.SIGTERM)
+        print(f"asked process {state.supervisor.pid} to stop: it finishes the step and saves, at most {grace_s:.0f} s")
+        print("the same command once more ends it at once", flush=True)
+    else:
+        print(state.text, flush=True)
+    if not _wait_for_end(run, grace_s + STOP_MARGIN_S):
+        left = kill_run(state.supervisor.run_id)
+        if left:
+            raise MachineError(Problem(f"processes {left} do not die"))
+    print(find_state(run).text)
+    return ExitCode.OK
+
+
+def _wait_for_end(run: RunDir, patience_s: float) -> bool:
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        if find_state(run).over:
+            return True
+        time.sleep(POLL_S)
+    return False
+
+
+def _grace_s(run: RunDir) -> float:
+    plan = read_object(run.plan)
+    try:
+        return float((plan or {})["config"]["cluster"]["stop_grace_s"])
+    except (KeyError, TypeError, ValueError):
+        return 120.0
+
+
+VERBS = {"status": status, "logs": logs, "stop": stop}
+DESCRIPTIONS = {
+    "status": "What runs are doing: all of them, or one in detail.",
+    "logs": "The log of a rank.",
+    "stop": "Have a run save and end; once more ends it at once.",
+}

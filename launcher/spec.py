@@ -1,0 +1,362 @@
+"""What was asked (RunConfig) and what will happen (RunPlan): frozen values that survive JSON.
+
+Standard library only: both planes and the agent read these. The RunConfig classes are also the
+schema Hydra composes against, so field types stay within what OmegaConf 2.3 accepts (no Literal, no
+unions but Optional); allowed values are checked in `launcher.planning.config`. Every key's meaning
+is the comment beside it in `conf/`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Dict, List, Optional  # noqa: UP035  OmegaConf 2.3 reads these spellings
+
+MISSING = "???"  # OmegaConf's mark for a value that must be given
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Where the run lives."""
+
+    root: str = "runs"
+    name: Optional[str] = None
+    dir: Optional[str] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model. `arch` has config.json's own structure; a local `path` replaces it."""
+
+    name: str = MISSING
+    family: str = MISSING
+    repo: Optional[str] = None
+    path: Optional[str] = None
+    weights: str = "pretrained"  # pretrained | random
+    min_pixels: Optional[int] = None
+    max_pixels: Optional[int] = None
+    arch: Dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetConfig:
+    """Which rows."""
+
+    name: str = MISSING
+    format: str = "auto"  # auto | native | swift | digits
+    train: Optional[str] = None
+    eval: Optional[str] = None
+    max_length: int = 4096
+    max_rows: Optional[int] = None
+    on_bad: str = "error"  # error | skip
+    shuffle_labels: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """What the model learns to do."""
+
+    name: str = MISSING  # rerank
+    instruction: str = MISSING
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """Which loss of the task."""
+
+    name: str = MISSING  # pointwise | listwise
+    temperature: float = 1.0
+    positive_weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneConfig:
+    """What trains: each part is frozen, lora or full."""
+
+    name: str = MISSING  # lora | full
+    language: str = "lora"
+    vision: str = "frozen"
+    projector: str = "frozen"
+    head: str = "frozen"  # frozen | full
+    r: int = 8
+    lora_alpha: float = 32.0
+    lora_dropout: float = 0.0
+    target_modules: Optional[str] = None  # regular expression over module names
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long, and from which seed."""
+
+    epochs: float = 3.0
+    max_steps: Optional[int] = None
+    seed: int = 42
+    deterministic: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW and its schedule."""
+
+    lr: Optional[float] = None  # null = by tuning kind
+    betas: List[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    schedule: str = "cosine"  # linear | cosine | constant
+    warmup_ratio: float = 0.05
+    warmup_steps: Optional[int] = None
+    min_lr_ratio: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """Two numbers are typed, the rest is derived."""
+
+    global_size: int = 16  # queries an optimizer step
+    max_tokens: Any = "auto"  # tokens of a micro-batch, or auto
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroConfig:
+    """Which file of ds_configs/, or the user's own DeepSpeed JSON."""
+
+    name: str = MISSING
+    file: str = MISSING
+    config: Optional[str] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Number format of the forward and backward pass."""
+
+    name: str = "auto"  # auto | bf16 | fp32
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Attention kernel of the language model."""
+
+    name: str = "auto"  # auto | flash_attention_3 | flash_attention_2 | varlen | sdpa
+    shared_prefix: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """What is recomputed to save memory."""
+
+    gradient_checkpointing: str = "auto"  # auto | all | none | number of layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """Which machines, and how long to be patient with them."""
+
+    name: str = MISSING
+    hostfile: Optional[str] = None
+    include: Optional[str] = None
+    exclude: Optional[str] = None
+    transport: str = "auto"  # auto | local
+    gpu: Optional[str] = None
+    python: Optional[str] = None
+    master_addr: Optional[str] = None
+    master_port: Optional[int] = None
+    stop_grace_s: float = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """When the held-out rows are scored, and which number decides."""
+
+    metric: str = "ndcg@10"
+    at_start: bool = True
+    every_steps: Optional[int] = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When state is saved and what is kept."""
+
+    every_steps: Optional[int] = 500
+    every_epoch: bool = False
+    at_end: bool = True
+    keep_last: int = 2
+    keep_best: bool = True
+    export: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """What is written while it runs."""
+
+    every_steps: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvConfig:
+    """Environment of every rank, literally."""
+
+    file: Optional[str] = None
+    set: Dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that was asked: the schema of `conf/config.yaml`."""
+
+    nodes: Optional[int] = None
+    gpus: Any = None  # a count or a list of slot numbers
+    resume: Optional[str] = None
+    run: RunOptions = field(default_factory=RunOptions)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    tune: TuneConfig = field(default_factory=TuneConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """One machine of the run; `gpus` are slot numbers, on a CPU run one number a rank."""
+
+    name: str
+    gpus: tuple[int, ...]
+    address: Optional[str] = None
+    port: Optional[int] = None
+    user: Optional[str] = None
+    iface: Optional[str] = None
+    weight: Optional[float] = None
+
+    @property
+    def slots(self) -> int:
+        """Ranks on this host."""
+        return len(self.gpus)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """Batch arithmetic; counts that depend on unmeasured lengths or unread rows are None."""
+
+    global_size: int  # queries an optimizer step
+    max_tokens: int  # tokens of a micro-batch
+    train_rows: Optional[int]
+    eval_rows: Optional[int]
+    steps_per_epoch: Optional[int]
+    total_steps: Optional[int]
+    micro_steps: Optional[int]  # micro-batches a rank and step, an estimate
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Relative cost of a packed sequence, used to balance micro-batches over ranks.
+
+    cost = token * tokens + token_pair * attended (query, key) pairs + patch * patches
+    + patch_pair * patches attended per patch; units are FLOPs of a forward pass.
+    """
+
+    token: float
+    token_pair: float
+    patch: float
+    patch_pair: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """Everything that will happen. Ranks read this and nothing else."""
+
+    run_id: str
+    created_at: str  # ISO 8601, UTC
+    version: str  # of the launcher
+    run_dir: str  # absolute
+    resume_from: Optional[str]  # absolute path of a COMPLETE checkpoint
+    config: RunConfig
+    hosts: tuple[Host, ...]
+    hosts_source: str  # a sentence: where the hosts came from
+    hosts_assumed: bool  # true: planning only, nothing can start
+    device: str  # cuda | cpu
+    gpu_kind: Optional[str]
+    master_addr: str
+    master_port: Optional[int]
+    precision: str  # bf16 | fp32
+    precision_reason: str
+    attention: str  # flash_attention_3 | flash_attention_2 | varlen | sdpa | reference | auto
+    attention_reason: str
+    checkpointed_layers: int  # decoder layers recomputed in the backward pass
+    lr: float
+    warmup_steps: Optional[int]  # None while total_steps is unknown
+    arch: dict[str, Any]  # config.json of the model, or the table's copy of it
+    parameters: dict[str, int]  # by part
+    trainable: dict[str, int]  # by part
+    batch: BatchPlan
+    cost: CostModel
+    deepspeed: dict[str, Any]
+    memory: dict[str, int]  # bytes a GPU (or a CPU rank) by part
+    env: dict[str, str]  # what every rank gets
+    commands: dict[str, tuple[str, ...]]  # host -> argv of its `deepspeed` line
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run."""
+        return sum(host.slots for host in self.hosts)
+
+
+def to_data(value: Any) -> Any:
+    """A dataclass value as JSON-ready lists, dictionaries and scalars."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_data(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(key): to_data(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_data(item) for item in value]
+    return value
+
+
+def from_data(kind: Any, data: Any) -> Any:
+    """The inverse of `to_data` for a field type or dataclass `kind`; an unknown key is a TypeError."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        hints = typing.get_type_hints(kind)
+        unknown = sorted(set(data) - set(hints))
+        if unknown:
+            raise TypeError(f"{kind.__name__} has no field {', '.join(unknown)}")
+        return kind(**{key: from_data(hints[key], item) for key, item in data.items()})
+    if origin in (typing.Union, types.UnionType):
+        if data is None:
+            return None
+        return from_data(next(a for a in args if a is not type(None)), data)
+    if origin is tuple:
+        return tuple(from_data(args[0], item) for item in data)
+    if origin is dict:
+        return {key: from_data(args[1], item) for key, item in data.items()}
+    if origin is list:
+        return [from_data(args[0], item) for item in data]
+    if kind is float and isinstance(data, int) and not isinstance(data, bool):
+        return float(data)
+    return data
+
+
+def plan_to_json(plan: RunPlan) -> str:
+    """The plan as indented JSON text."""
+    return json.dumps(to_data(plan), indent=2, ensure_ascii=False) + "\n"
+
+
+def plan_from_json(text: str) -> RunPlan:
+    """The plan that `plan_to_json` wrote."""
+    plan: RunPlan = from_data(RunPlan, json.loads(text))
+    return plan

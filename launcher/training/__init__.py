@@ -1,0 +1,1 @@
+"""What each rank runs: torch, DeepSpeed, transformers, peft. Reads plan.json and nothing else."""

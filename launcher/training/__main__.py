@@ -1,0 +1,60 @@
+"""`python -m launcher.training VERB --plan PLAN`: what the agent starts, once a rank or once a run.
+
+train    one rank of the run; the node launcher sets RANK and the other variables
+check    read and check the data; no torch is imported
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from launcher.errors import ConfigError, ExitCode
+from launcher.rundir import RunDir
+from launcher.spec import RunPlan, plan_from_json
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a verb; the exit code is the process's."""
+    parser = argparse.ArgumentParser(prog="python -m launcher.training", description=__doc__)
+    parser.add_argument("verb", choices=["train", "check"])
+    parser.add_argument("--plan", type=Path, required=True, help="plan.json of the run")
+    options = parser.parse_args(argv)
+    plan = plan_from_json(options.plan.read_text(encoding="utf-8"))
+    if options.verb == "check":
+        from launcher.training.check import main as check
+
+        return check(plan)
+    return _train(plan)
+
+
+def _train(plan: RunPlan) -> int:
+    from launcher.training.rankstatus import RankStatus
+
+    rank = int(os.environ["RANK"])
+    status = RankStatus.open(RunDir(Path(plan.run_dir)), rank, _host_of(plan, rank))
+    try:
+        from launcher.training.loop import train  # torch comes with it
+
+        train(plan, RunDir(Path(plan.run_dir)), status)
+    except Exception as error:
+        code = ExitCode.CONFIG if isinstance(error, ConfigError) else ExitCode.TRAINING
+        status.fail(error, code)
+        sys.stdout.flush()
+        # Not sys.exit: an atexit hook of a half-dead process group may wait for ranks that never answer.
+        os._exit(code)
+    return ExitCode.OK
+
+
+def _host_of(plan: RunPlan, rank: int) -> str:
+    for host in plan.hosts:
+        if rank < host.slots:
+            return host.name
+        rank -= host.slots
+    raise ValueError(f"the plan has {plan.world_size} ranks")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

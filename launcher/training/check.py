@@ -1,0 +1,137 @@
+"""Reads every row and opens every image before any rank starts, so that no run dies of bad data hours in. No torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from launcher.errors import ConfigError, ExitCode, Problem
+from launcher.rundir import read_json, write_json
+from launcher.spec import RunConfig, RunPlan
+from launcher.training.formats import Group, Image, read_split
+from launcher.training.images import ImageError, check_image
+from launcher.training.jsonl import BadRow
+
+SPLITS = ("train", "eval")
+SHOWN = 20  # bad rows of a split named on the terminal; the file holds all
+DECODED = 2000  # up to so many images are decoded fully; above, only their headers are read
+
+
+def main(plan: RunPlan) -> int:
+    """Check both splits, print what there is, and return 0, or 2 with every problem on standard error."""
+    try:
+        check_data(plan)
+    except ConfigError as error:
+        print(error.render(), file=sys.stderr)
+        return int(error.exit_code)
+    return int(ExitCode.OK)
+
+
+def check_data(plan: RunPlan) -> None:
+    """Print a summary of each split and write the bad rows to the run folder, if there is one.
+
+    Raises ConfigError for bad rows, unless `dataset.on_bad=skip`, and for a split without any usable row.
+    """
+    config, problems, listed = plan.config, [], []
+    for split in SPLITS:
+        groups, bad = read_split(config, split)
+        groups, bad = _check_images(groups, bad)
+        listed += [{"split": split, "where": row.where, "id": row.id, "reason": row.reason} for row in bad]
+        if groups or bad or split == "train":
+            print(_summary(split, groups, bad), flush=True)
+            problems += _problems(config, split, groups, bad)
+        if split == "train" and 0 < len(groups) < config.batch.global_size:
+            print(f"      fewer than batch.global_size={config.batch.global_size}: every step is a partial batch")
+    if Path(plan.run_dir).is_dir():
+        write_json(_list_file(plan), listed)
+    if problems:
+        raise ConfigError(*problems, title="with the data")
+
+
+def usable_groups(plan: RunPlan, split: str) -> list[Group]:
+    """The groups a run trains or is measured on: the same on every rank.
+
+    Rows whose images `check_data` found unreadable are left out too, by the list it wrote. Raises ConfigError
+    for bad rows that `dataset.on_bad` does not allow to skip.
+    """
+    groups, bad = read_split(plan.config, split)
+    if _list_file(plan).is_file():
+        skipped = {row["where"] for row in read_json(_list_file(plan)) if row["split"] == split}
+        groups = [group for group in groups if group.where not in skipped]
+    problems = _problems(plan.config, split, groups, bad) if groups or bad or split == "train" else []
+    if problems:
+        raise ConfigError(*problems, title="with the data")
+    return groups
+
+
+def images_of(groups: Iterable[Group]) -> dict[Image, list[int]]:
+    """Each distinct image with the indices of the groups that use it."""
+    users: dict[Image, list[int]] = {}
+    for index, group in enumerate(groups):
+        for content in (group.query, *group.documents):
+            for part in content:
+                if isinstance(part, Image):
+                    users.setdefault(part, []).append(index)
+    return users
+
+
+def _check_images(groups: list[Group], bad: list[BadRow]) -> tuple[list[Group], list[BadRow]]:
+    users = images_of(groups)
+    decode = len(users) <= DECODED
+
+    def reason(image: Image) -> str | None:
+        try:
+            check_image(image, decode=decode)
+        except ImageError as error:
+            return f"unreadable image: {error}"
+        return None
+
+    found: dict[int, str] = {}
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # Pillow decodes outside the interpreter's lock
+        for (_, indices), problem in zip(users.items(), pool.map(reason, users), strict=True):
+            if problem:
+                for index in indices:
+                    found.setdefault(index, problem)
+    unreadable = [BadRow(groups[i].where, groups[i].id, problem) for i, problem in sorted(found.items())]
+    return [group for i, group in enumerate(groups) if i not in found], bad + unreadable
+
+
+def _summary(split: str, groups: list[Group], bad: list[BadRow]) -> str:
+    documents = sum(len(group.documents) for group in groups)
+    images = len(images_of(groups))
+    repeats = sum(group.repeats for group in groups)
+    parts = [f"{len(groups):,} rows", f"{documents:,} documents", f"{images:,} distinct images"]
+    if images > DECODED:
+        parts.append("only their headers read")
+    if repeats:
+        parts.append(f"{repeats:,} repeated documents dropped")
+    if bad:
+        parts.append(f"{len(bad):,} bad rows ({_by_kind(bad)})")
+    return f"{split:<6}{', '.join(parts)}"
+
+
+def _by_kind(bad: list[BadRow]) -> str:
+    return ", ".join(f"{count:,} {kind}" for kind, count in Counter(row.kind for row in bad).most_common())
+
+
+def _problems(config: RunConfig, split: str, groups: list[Group], bad: list[BadRow]) -> list[Problem]:
+    key = f"dataset.{split}"
+    source = getattr(config.dataset, split) or config.dataset.name
+    if bad and (config.dataset.on_bad == "error" or not groups):
+        lines = [f"{len(bad):,} of {len(bad) + len(groups):,} rows of {key}={source} can't be used: {_by_kind(bad)}"]
+        lines += [f"{row.where}  id {row.id}  {row.reason}" for row in bad[:SHOWN]]
+        if len(bad) > SHOWN:
+            lines.append(f"and {len(bad) - SHOWN:,} more")
+        tries = ("mend these rows", *(("dataset.on_bad=skip",) if groups else ()))
+        return [Problem("\n".join(lines), tries=tries)]
+    if not groups:
+        return [Problem(f"{key}={source} has no rows", tries=(f"{key}=FILE.jsonl with at least one row",))]
+    return []
+
+
+def _list_file(plan: RunPlan) -> Path:
+    return Path(plan.run_dir) / "bad_rows.json"

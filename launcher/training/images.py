@@ -1,0 +1,184 @@
+"""Pictures as RGB pixels, their size without decoding, and the vision tower's patches. torch only in `patchify`."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import PIL
+import PIL.Image
+
+from launcher.training.formats import Image
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_ASPECT = 200  # longer side over shorter one, the limit of Qwen's own resize rule
+BACKGROUND = (255, 255, 255)  # what shows through transparent pixels
+ORIENTATION = 0x0112  # EXIF tag
+SWAPS_SIDES = (5, 6, 7, 8)
+TRANSPOSE = {
+    2: PIL.Image.Transpose.FLIP_LEFT_RIGHT,
+    3: PIL.Image.Transpose.ROTATE_180,
+    4: PIL.Image.Transpose.FLIP_TOP_BOTTOM,
+    5: PIL.Image.Transpose.TRANSPOSE,
+    6: PIL.Image.Transpose.ROTATE_270,
+    7: PIL.Image.Transpose.TRANSVERSE,
+    8: PIL.Image.Transpose.ROTATE_90,
+}
+Grid = tuple[int, int, int]  # patches: (1, rows, columns)
+
+
+class ImageError(ValueError):
+    """A picture that can't be used; the message names its path and the reason."""
+
+    def __init__(self, image: Image, reason: str) -> None:
+        super().__init__(f"{image}: {reason}")
+
+
+def open_image(image: Image) -> PIL.Image.Image:
+    """Decode a picture fully, as RGB the way people see it; raises ImageError.
+
+    Turned by its EXIF orientation, transparency on white, 16-bit grey scaled to 8 bits, CMYK and palettes
+    converted; of an animation the first frame.
+    """
+    try:
+        with _open(image) as opened:
+            orientation = _orientation(opened)
+            opened.load()
+            turned = opened.transpose(TRANSPOSE[orientation]) if orientation in TRANSPOSE else opened
+            return _to_rgb(turned)
+    except Exception as error:  # Pillow's decoders raise many kinds, struct.error and SyntaxError among them
+        raise _explained(image, error) from error
+
+
+@lru_cache(maxsize=1 << 16)
+def image_size(image: Image) -> tuple[int, int]:
+    """(width, height) as `open_image` gives them, read from the file's header; raises ImageError."""
+    try:
+        with _open(image) as opened:
+            width, height = opened.size
+            return (height, width) if _orientation(opened) in SWAPS_SIDES else (width, height)
+    except Exception as error:
+        raise _explained(image, error) from error
+
+
+def check_image(image: Image, *, decode: bool) -> None:
+    """Raise ImageError for a picture that training couldn't use; its pixels are read only with `decode`."""
+    width, height = image_size(image)
+    try:
+        check_aspect(height, width)
+    except ValueError as error:
+        raise ImageError(image, str(error)) from None
+    if decode:
+        open_image(image)
+
+
+def check_aspect(height: int, width: int) -> None:
+    """Raise ValueError for a strip that Qwen's resize rule refuses."""
+    if max(height, width) > MAX_ASPECT * min(height, width):
+        raise ValueError(f"{width} x {height} px: one side is more than {MAX_ASPECT} times the other")
+
+
+def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """(height, width) after Qwen-VL's resize: multiples of `factor`, area within the limits, shape kept.
+
+    `factor` is patch size times merge size (32 for Qwen3-VL). Sides are never below one factor, so a long strip
+    may exceed `max_pixels`. Raises ValueError for an aspect ratio above 200. Same numbers as transformers'
+    Qwen2VLImageProcessor, without importing torch.
+
+    Example:
+        >>> smart_resize(1700, 2200, factor=32, min_pixels=4096, max_pixels=1310720)
+        (992, 1280)
+    """
+    check_aspect(height, width)
+    rows, columns = round(height / factor), round(width / factor)
+    if rows * columns * factor**2 > max_pixels:
+        shrink = math.sqrt(height * width / max_pixels)
+        rows, columns = (max(1, math.floor(side / shrink / factor)) for side in (height, width))
+    elif rows * columns * factor**2 < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
+        rows, columns = (math.ceil(side * grow / factor) for side in (height, width))
+    return rows * factor, columns * factor
+
+
+def num_tokens(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> int:
+    """Visual tokens of a picture of that size, known without decoding it."""
+    rows, columns = smart_resize(height, width, factor, min_pixels, max_pixels)
+    return rows // factor * (columns // factor)
+
+
+def patchify(
+    images: Sequence[PIL.Image.Image], grids: Sequence[Grid], image_processor: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(pixel_values float32 [patches of all images, 3*2*patch*patch], grid_thw int64 [images, 3]).
+
+    Each picture is scaled to its planned grid exactly, so its tokens can't differ from those counted before
+    decoding; scaling, normalisation and patch order are the Hugging Face image processor's.
+    """
+    import torch
+    from torchvision.transforms.v2 import functional
+
+    patch = image_processor.patch_size
+    pixels = []
+    for picture, (_, rows, columns) in zip(images, grids, strict=True):
+        tensor = functional.pil_to_tensor(picture)
+        if tensor.shape[1:] != (rows * patch, columns * patch):
+            # as transformers' torchvision backend does: bicubic with antialiasing on the bytes
+            tensor = functional.resize(
+                tensor, [rows * patch, columns * patch], functional.InterpolationMode.BICUBIC, antialias=True
+            )
+        pixels.append(tensor)
+    batch = image_processor(images=pixels, do_resize=False, return_tensors="pt")
+    expected = torch.tensor(grids, dtype=torch.int64)
+    assert torch.equal(batch["image_grid_thw"], expected), "the image processor made other grids than planned"
+    return batch["pixel_values"].float(), expected
+
+
+def _open(image: Image) -> PIL.Image.Image:
+    source: Any = image.path if image.data is None else io.BytesIO(image.data)
+    return PIL.Image.open(source)
+
+
+def _orientation(opened: PIL.Image.Image) -> int:
+    """EXIF orientation as the header tells it; 1 for TIFF, which Pillow turns by itself.
+
+    The base class's reader: PNG's own would decode all pixels to look for EXIF behind them.
+    """
+    if opened.format == "TIFF":
+        return 1
+    return int(PIL.Image.Image.getexif(opened).get(ORIENTATION, 1))
+
+
+def _to_rgb(picture: PIL.Image.Image) -> PIL.Image.Image:
+    if picture.mode.startswith("I"):
+        return _from_16_bit(picture)
+    if picture.mode == "F":
+        raise ValueError("floating-point pixels have no stated range; save it with 8 or 16 bits")
+    if "A" in picture.mode or "a" in picture.mode or "transparency" in picture.info:
+        layer = picture.convert("RGBA")
+        paper = PIL.Image.new("RGBA", layer.size, (*BACKGROUND, 255))
+        return PIL.Image.alpha_composite(paper, layer).convert("RGB")
+    return picture.convert("RGB") if picture.mode != "RGB" else picture.copy()
+
+
+def _from_16_bit(picture: PIL.Image.Image) -> PIL.Image.Image:
+    """16-bit grey as 8-bit RGB: 65535 becomes 255. Pillow's own conversion would clip all above 255 to white."""
+    import numpy as np
+
+    values = np.clip(np.asarray(picture).astype(np.int64), 0, 65535) // 257
+    return PIL.Image.fromarray(values.astype(np.uint8)).convert("RGB")
+
+
+def _explained(image: Image, error: Exception) -> ImageError:
+    if isinstance(error, PIL.Image.DecompressionBombError):
+        limit = (PIL.Image.MAX_IMAGE_PIXELS or 0) * 2
+        return ImageError(image, f"more than {limit:,} pixels; scale it down")
+    if isinstance(error, PIL.UnidentifiedImageError):
+        return ImageError(image, "not an image that Pillow can read")
+    if isinstance(error, OSError) and error.strerror:
+        return ImageError(image, error.strerror)
+    return ImageError(image, str(error) or type(error).__name__)

@@ -1,0 +1,279 @@
+"""The training loop, top to bottom: step, log, evaluate, save, stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from launcher.families import FAMILIES
+from launcher.rundir import RunDir
+from launcher.spec import RunPlan
+from launcher.training import checkpoint, evaluate, export, processors
+from launcher.training.batching import MicroBatch
+from launcher.training.check import usable_groups
+from launcher.training.encoding import Encoder
+from launcher.training.engine import build_scorer, make_engine
+from launcher.training.formats import Group
+from launcher.training.losses import LOSSES
+from launcher.training.metriclog import MetricLog
+from launcher.training.pixels import Pixels
+from launcher.training.rankstatus import RankStatus
+from launcher.training.runtime import Rank, distributed
+from launcher.training.schedule import Order, learning_rate, warmup_length
+from launcher.training.steps import Step, StepMaker, prefetched, training_steps
+from launcher.training.tuning import trainable_by_part
+
+
+def train(plan: RunPlan, run: RunDir, status: RankStatus) -> None:
+    """Train as the plan says; returns when done or, after a requested stop, saved."""
+    with distributed(plan) as rank:
+        log = MetricLog(run, rank.rank)
+        trainer = Trainer.build(plan, run, rank, status, log)
+        stopped = trainer.fit()
+        trainer.engine.destroy()
+        if plan.config.checkpoint.export and not stopped and rank.rank == 0:
+            status.update(phase="exporting")
+            log.event("phase", phase="exporting")
+            source = export.checkpoint_to_export(run)
+            folder = export.export_from_checkpoint(plan, source, run.export)
+            log.event("export", path=str(folder), checkpoint=str(source))
+        status.update(state="stopped" if stopped else "done", phase="ended")
+
+
+@dataclass
+class Trainer:
+    """Everything one rank needs while it trains."""
+
+    plan: RunPlan
+    run: RunDir
+    rank: Rank
+    status: RankStatus
+    log: MetricLog
+    engine: Any
+    maker: StepMaker
+    train_rows: Sequence[Group]
+    eval_rows: Sequence[Group]
+    order: Order
+    processor: Any
+    step: int = 0  # optimizer steps done
+    best: dict[str, Any] | None = None  # {"step", "value"} of eval.metric
+    last_eval: int = -1
+    saved: set[int] = field(default_factory=set)
+
+    @classmethod
+    def build(cls, plan: RunPlan, run: RunDir, rank: Rank, status: RankStatus, log: MetricLog) -> Trainer:
+        """Read the data, load the model, start the engine, and resume when the plan says so."""
+
+        def phase(name: str) -> None:
+            status.update(phase=name)
+            log.event("phase", phase=name)
+
+        phase("reading data")
+        train_rows, eval_rows = (usable_groups(plan, split) for split in ("train", "eval"))
+        phase("loading model")
+        processor = processors.load_processor(plan)
+        scorer = build_scorer(plan, processor, rank.device)
+        phase("starting DeepSpeed")
+        engine = make_engine(scorer, plan)
+        if rank.rank == 0:
+            print("trainable:", trainable_by_part(engine.module, FAMILIES[plan.config.model.family]), flush=True)
+        maker = StepMaker(
+            plan,
+            make_encoder(plan, processor),
+            Pixels(processor.image_processor),
+            rank=rank.rank,
+            padded=scorer.padded,
+            warn=lambda text: _warn(log, text),
+        )
+        order = Order(len(train_rows), plan.batch.global_size, plan.config.train.seed)
+        trainer = cls(plan, run, rank, status, log, engine, maker, train_rows, eval_rows, order, processor)
+        if plan.resume_from is not None:
+            trainer._resume(plan.resume_from)
+        return trainer
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.order.total_steps(self.plan.config.train)
+
+    def fit(self) -> bool:
+        """Run the remaining steps; true when a stop was asked for before the end."""
+        config = self.plan.config
+        self.status.update(state="running", phase="training", step=self.step)
+        if self.step == 0 and config.eval.at_start:
+            self.evaluate()
+        started = time.monotonic()
+        stopped = False
+        for share in training_steps(self.maker, self.train_rows, self.order, self.step, self.total_steps):
+            stopped = self._train_step(share, started)
+            started = time.monotonic()
+            self.status.update(phase="training", step=self.step)
+            if stopped:
+                break
+            if self._due(config.eval.every_steps):
+                self.evaluate()
+            if self._due(config.checkpoint.every_steps) or self._epoch_ended():
+                self.save()
+            started = time.monotonic()
+        self._finish(stopped)
+        return stopped
+
+    def _train_step(self, share: Step, started: float) -> bool:
+        config = self.plan.config
+        count, groups, tokens, stop = self.rank.sum(
+            share.units, share.groups, share.tokens, float(self.status.stop_requested)
+        )
+        warmup = warmup_length(self.total_steps, config.optim)
+        lr = learning_rate(
+            self.step, total_steps=self.total_steps, peak=self.plan.lr, warmup_steps=warmup, optim=config.optim
+        )
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+        self.engine.train()
+        local = optimizer_step(self.engine, self.plan, share.micro_batches, count, self.rank)
+        (loss,) = self.rank.sum(local)
+        self.step += 1
+        if self.step % config.logging.every_steps == 0 or self.step == self.total_steps:
+            seconds = time.monotonic() - started
+            norm = self.engine.get_global_grad_norm()
+            self.log.step(
+                step=self.step,
+                total_steps=self.total_steps,
+                epoch=self.step / self.order.steps_per_epoch,
+                loss=loss,
+                lr=lr,
+                grad_norm=None if norm is None else float(norm),
+                queries_per_s=groups / seconds,
+                tokens_per_s=tokens / seconds,
+                step_s=seconds,
+                skipped=int(self.engine.skipped_steps),
+                memory_gib=_peak_gib(self.rank.device),
+            )
+        return stop > 0
+
+    def _due(self, every: int | None) -> bool:
+        return bool(every) and self.step % every == 0 and self.step < self.total_steps
+
+    def _epoch_ended(self) -> bool:
+        return self.plan.config.checkpoint.every_epoch and self.step % self.order.steps_per_epoch == 0
+
+    def evaluate(self) -> None:
+        """Score the held-out rows, log the metrics, and note whether they are the best so far."""
+        if not self.eval_rows or self.last_eval == self.step:
+            return
+        self.status.update(phase="evaluating")
+        records = score_rows(self.engine, self.maker, self.eval_rows, self.rank)
+        metrics = evaluate.summarise(records)
+        self.last_eval = self.step
+        self.log.evaluation(step=self.step, metrics=metrics, groups=len(records))
+        for text in evaluate.warnings(records):
+            _warn(self.log, text)
+        value = metrics[f"eval/{self.plan.config.eval.metric}"]
+        if self.step > 0 and (self.best is None or value > self.best["value"]):
+            self.best = {"step": self.step, "value": value}
+            if self.plan.config.checkpoint.keep_best:
+                self.save()
+
+    def save(self) -> None:
+        """Write a checkpoint of this step unless it exists; keep the last ones and the best."""
+        if self.step in self.saved:
+            return
+        self.status.update(phase="saving")
+        state = {"epoch": self.step / self.order.steps_per_epoch, "best": self.best}
+        folder = checkpoint.save(
+            self.engine, run=self.run, step=self.step, state=state, plan=self.plan, group=self.rank.cpu_group
+        )
+        self.saved.add(self.step)
+        self.log.event("checkpoint", step=self.step, path=str(folder))
+        options = self.plan.config.checkpoint
+        if self.rank.rank == 0:
+            best = self.best["step"] if self.best and options.keep_best else None
+            checkpoint.rotate(self.run, options.keep_last, best)
+
+    def _resume(self, folder: str) -> None:
+        state = checkpoint.load(self.engine, Path(folder), self.plan, self.rank.cpu_group)
+        self.step, self.best = int(state["step"]), state.get("best")
+        self.saved.add(self.step)
+        self.log.event("resumed", step=self.step, path=folder)
+
+    def _finish(self, stopped: bool) -> None:
+        options = self.plan.config.checkpoint
+        if stopped:
+            self.log.event("stop_requested", step=self.step)
+            self.save()
+            return
+        self.evaluate()
+        if options.at_end or options.export:
+            self.save()
+
+
+def optimizer_step(engine: Any, plan: RunPlan, batches: Sequence[MicroBatch], count: float, rank: Rank) -> float:
+    """One exact optimizer step over this rank's micro-batches; returns its share of the loss.
+
+    Every micro-loss is its sum over the global count, so that the step's gradient is that of one mean over the
+    whole batch; DeepSpeed averages over ranks, which the factor takes back. Empty micro-batches run too: every
+    rank must make the same collective calls.
+    """
+    loss = LOSSES[plan.config.loss.name]
+    total = torch.zeros((), dtype=torch.float64, device=rank.device)
+    for batch in batches:
+        batch = batch.to(rank.device)
+        scores = engine(batch)
+        value = loss.function(scores, batch.labels, batch.group, plan.config.loss) / max(count, 1.0)
+        engine.backward(value * engine.dp_world_size)
+        total += value.detach()
+    engine.step()
+    return float(total)
+
+
+def score_rows(engine: Any, maker: StepMaker, rows: Sequence[Group], rank: Rank) -> evaluate.Records:
+    """Scores and labels of every row, on every rank; the work is shared and groups may be split.
+
+    Rows are taken some batches at a time: their pixels need not fit in memory together.
+    """
+    chunk = 4 * maker.plan.batch.global_size
+    shares = prefetched(lambda i: maker.scoring(rows[i * chunk : (i + 1) * chunk]), 0, -(-len(rows) // chunk))
+    engine.eval()
+    mine: list[tuple[int, float, float]] = []
+    with torch.no_grad():
+        for number, share in enumerate(shares):
+            for batch in share.micro_batches:
+                scores = engine(batch.to(rank.device)).tolist()
+                index = (batch.group + number * chunk).tolist()
+                mine += zip(index, scores, batch.labels.tolist(), strict=True)
+    engine.train()
+    records: dict[int, tuple[list[float], list[float]]] = {}
+    for group, score, label in (item for part in rank.gather(mine) for item in part):
+        scores, labels = records.setdefault(group, ([], []))
+        scores.append(score)
+        labels.append(label)
+    return dict(sorted(records.items()))
+
+
+def make_encoder(plan: RunPlan, processor: Any) -> Encoder:
+    """The encoder of a plan's task, lengths and resize rule."""
+    image = processor.image_processor
+    return Encoder(
+        processor.tokenizer,
+        instruction=plan.config.task.instruction,
+        max_length=plan.config.dataset.max_length,
+        patch_size=image.patch_size,
+        merge_size=image.merge_size,
+        min_pixels=image.size["shortest_edge"],
+        max_pixels=image.size["longest_edge"],
+        share_prefix=plan.config.attention.shared_prefix,
+    )
+
+
+def _warn(log: MetricLog, text: str) -> None:
+    print(f"warning: {text}", flush=True)
+    log.event("warning", text=text)
+
+
+def _peak_gib(device: torch.device) -> float | None:
+    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None

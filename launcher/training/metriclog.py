@@ -1,0 +1,75 @@
+"""metrics.jsonl and events.jsonl: what training measured and what happened, one JSON object a line."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from launcher.rundir import RunDir, append_json
+
+
+class MetricLog:
+    """Appends lines to the files of a run; on ranks other than 0 every call does nothing.
+
+    Readers must take the last line of a step: a run resumed from an earlier checkpoint writes the
+    steps after it again, behind an event `resumed`.
+    """
+
+    def __init__(self, run: RunDir, rank: int) -> None:
+        self._run = run
+        self._writes = rank == 0
+
+    def step(
+        self,
+        *,
+        step: int,
+        total_steps: int,
+        epoch: float,
+        loss: float,
+        lr: float,
+        grad_norm: float | None,
+        queries_per_s: float,
+        tokens_per_s: float,
+        step_s: float,
+        skipped: int,
+        memory_gib: float | None = None,
+    ) -> None:
+        """One optimizer step; `skipped` counts steps so far whose gradient was not finite."""
+        line: dict[str, Any] = {
+            "kind": "step",
+            "step": step,
+            "total_steps": total_steps,
+            "epoch": epoch,
+            "loss": loss,
+            "lr": lr,
+            "grad_norm": grad_norm,
+            "queries_per_s": queries_per_s,
+            "tokens_per_s": tokens_per_s,
+            "step_s": step_s,
+            "skipped": skipped,
+        }
+        if memory_gib is not None:
+            line["memory_gib"] = memory_gib
+        self._append_metrics(line)
+
+    def evaluation(self, *, step: int, metrics: Mapping[str, float], groups: int) -> None:
+        """The numbers of one evaluation, taken after `step` optimizer steps."""
+        self._append_metrics({"kind": "eval", "step": step, **metrics, "groups": groups})
+
+    def event(self, event: str, **fields: Any) -> None:
+        """Something that happened once: phase, checkpoint, export, stop_requested, resumed, warning."""
+        if self._writes:
+            append_json(self._run.events, {"time": time.time(), "event": event, **_plain(fields)})
+
+    def _append_metrics(self, line: dict[str, Any]) -> None:
+        if self._writes:
+            append_json(self._run.metrics, {**_plain(line), "time": time.time()})
+
+
+def _plain(line: dict[str, Any]) -> dict[str, Any]:
+    # JSON has no NaN or infinity; a line with one would be unreadable to every strict parser.
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()
+    }

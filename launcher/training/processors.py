@@ -1,0 +1,126 @@
+"""Tokenizer and image processor of a run: the model's own, or built on the spot for random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import ConfigError, Problem
+from launcher.spec import RunPlan
+from launcher.training.bpe import PUBLISHED_SIZE, build_tokenizer
+from launcher.training.templates import CHAT_TEMPLATE, reranker_template
+
+# What the published rerankers were trained with: 4 to 1280 visual tokens an image
+MIN_PIXELS, MAX_PIXELS = 4 * 32 * 32, 1280 * 32 * 32
+PUBLISHED_IMAGE_TOKEN = 151655
+TOKENS = {
+    "yes": "yes",
+    "no": "no",
+    "image": "<|image_pad|>",
+    "video": "<|video_pad|>",
+    "vision_start": "<|vision_start|>",
+    "vision_end": "<|vision_end|>",
+}
+
+
+def load_processor(plan: RunPlan) -> Any:
+    """The processor that this run trains and exports with, its `reranker` chat template included.
+
+    From `model.path`, else from the repository of pretrained weights, else built. The template's default
+    instruction is the run's. Raises ConfigError when the files are not there.
+    """
+    model = plan.config.model
+    if model.path and (model.weights == "pretrained" or _has_tokenizer(Path(model.path))):
+        processor = _from_pretrained(model.path)
+    elif model.weights == "pretrained":
+        processor = _from_pretrained(str(model.repo))
+    else:
+        processor = build_processor(plan.arch)
+    size = processor.image_processor.size
+    processor.image_processor.size = type(size)(
+        shortest_edge=model.min_pixels or size["shortest_edge"],  # these "edges" are areas
+        longest_edge=model.max_pixels or size["longest_edge"],
+    )
+    plain = processor.chat_template
+    templates = dict(plain) if isinstance(plain, dict) else {"default": plain or CHAT_TEMPLATE}
+    processor.chat_template = templates | {"reranker": reranker_template(plan.config.task.instruction)}
+    return processor
+
+
+def build_processor(arch: dict[str, Any], min_pixels: int = MIN_PIXELS, max_pixels: int = MAX_PIXELS) -> Any:
+    """A Qwen3VLProcessor for `arch` (config.json's structure) without any download.
+
+    For Qwen3-VL's own vocabulary the special tokens, "yes" and "no" have the published ids; for any other the
+    tokenizer has its own, and the model's configuration must take them from `special_ids`.
+    """
+    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    vocab_size, vision = arch["text_config"]["vocab_size"], arch["vision_config"]
+    image_token = arch.get("image_token_id", PUBLISHED_IMAGE_TOKEN)
+    published = vocab_size >= PUBLISHED_SIZE and image_token == PUBLISHED_IMAGE_TOKEN
+    try:
+        tokenizer = build_tokenizer(vocab_size, published=published)
+    except ValueError as error:
+        raise ConfigError(Problem(str(error), where="model.arch.text_config.vocab_size")) from None
+    patches = {
+        "patch_size": vision["patch_size"],
+        "merge_size": vision["spatial_merge_size"],
+        "temporal_patch_size": vision["temporal_patch_size"],
+    }
+    size = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
+    half = [0.5, 0.5, 0.5]
+    return Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(size=size, image_mean=half, image_std=half, **patches),
+        tokenizer=tokenizer,
+        video_processor=Qwen3VLVideoProcessor(image_mean=half, image_std=half, **patches),
+        chat_template={"default": CHAT_TEMPLATE},
+    )
+
+
+def token_ids(processor: Any) -> dict[str, int]:
+    """Ids of the answer words and of the vision tokens, each checked to be exactly one known token."""
+    tokenizer = processor.tokenizer
+    found: dict[str, int] = {}
+    problems = []
+    for name, text in TOKENS.items():
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        if len(ids) == 1 and ids[0] != tokenizer.unk_token_id:
+            found[name] = ids[0]
+        else:
+            problems.append(Problem(f"the tokenizer reads {text!r} as tokens {ids}; it must be one known token"))
+    if problems:
+        raise ConfigError(*problems, title="with the tokenizer")
+    return found
+
+
+def special_ids(tokenizer: Any) -> dict[str, int]:
+    """Token ids of a model configuration that must agree with `tokenizer`, under config.json's names."""
+    texts = {
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+        "bos_token_id": "<|endoftext|>",
+        "eos_token_id": "<|im_end|>",
+        "pad_token_id": "<|endoftext|>",
+    }
+    return {name: tokenizer.convert_tokens_to_ids(text) for name, text in texts.items()}
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
+
+
+def _from_pretrained(source: str) -> Any:
+    from transformers import AutoProcessor
+
+    try:
+        return AutoProcessor.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            Problem(
+                f"no tokenizer and image processor could be loaded from {source}: {first}",
+                tries=("model.path=FOLDER that holds tokenizer and processor files", "model.weights=random"),
+            )
+        ) from error

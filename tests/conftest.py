@@ -1,0 +1,87 @@
+"""What every test stands on: a clean environment, the checkout's own package, GPU tests only where a GPU is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+
+# Set by schedulers, launchers and users' shells; each would change what a run or a plan does.
+FOREIGN = (
+    "CUDA_VISIBLE_DEVICES",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "NODE_RANK",
+    "NNODES",
+    "DS_ENV_FILE",
+)
+FOREIGN_PREFIXES = ("DS_ENV_FILE", "MASTER_", "SLURM_", "NCCL_", "TORCHELASTIC_", "HYDRA_", "LAUNCHER_")
+
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Scrub the environment once, so that fixtures of every scope and all child processes see the same."""
+    for name in list(os.environ):
+        if name in FOREIGN or name.startswith(FOREIGN_PREFIXES):
+            del os.environ[name]
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["PYTHONPATH"] = str(REPO)  # children find the package from any folder, installed or not
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect, rather than skip, what needs a GPU where there is none: a skipped test stays a warning."""
+    if _has_gpu():
+        return
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu:
+        config.hook.pytest_deselected(items=gpu)
+        items[:] = [item for item in items if item not in gpu]
+
+
+def _has_gpu() -> bool:
+    tool = shutil.which("nvidia-smi")
+    return tool is not None and subprocess.run([tool, "-L"], capture_output=True, check=False).returncode == 0
+
+
+@pytest.fixture(scope="session")
+def repo() -> Path:
+    """The checkout's top folder."""
+    return REPO
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """An empty folder for run folders."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Launch:
+    """Run `python -m launcher ARGS` to its end, by default in a folder that is not the checkout."""
+
+    def start(
+        *args: str, cwd: Path = tmp_path, timeout_s: float = 60, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "launcher", *args],
+            cwd=cwd,
+            env={**os.environ, **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    return start

@@ -1,0 +1,55 @@
+"""Configurations and facts for tests of the planner: written down, so that no machine shows through."""
+
+from __future__ import annotations
+
+import functools
+from datetime import datetime, timezone
+from typing import Any
+
+from launcher.planning.config import read_config
+from launcher.planning.facts import Facts, LocalGpu, TextFile
+from launcher.planning.plan import make_plan
+from launcher.resources import ds_configs_dir, hostfiles_dir
+from launcher.spec import RunConfig, RunPlan
+
+NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
+GIB = 2**30
+DIGITS = {"train_rows": 6400, "eval_rows": 256}
+
+
+@functools.cache
+def compose(*words: str) -> RunConfig:
+    """The configuration that a command line asks for."""
+    return read_config(list(words)).config
+
+
+def known(config: RunConfig, **facts: Any) -> Facts:
+    """Facts of an invented machine with two cores and no GPU."""
+    path = ds_configs_dir() / config.zero.file
+    machine: dict[str, Any] = {
+        "cwd": "/home/me",
+        "hostname": "desk",
+        "cpu_count": 2,
+        "ram_bytes": 16 * GIB,
+        "disk_free_bytes": 500 * GIB,
+        "run_root": "/home/me/runs",
+        "zero_file": TextFile(path=f"ds_configs/{path.name}", text=path.read_text()),
+        **(DIGITS if config.dataset.name == "digits" else {"train_rows": 1000}),
+    }
+    return Facts(**{**machine, **facts})
+
+
+def hostfile(name: str) -> TextFile:
+    """A hostfile that ships with the package."""
+    return TextFile(path=f"hostfiles/{name}", text=(hostfiles_dir() / name).read_text())
+
+
+def gpus(count: int, name: str = "NVIDIA H200", gib: float = 140.4, capability: tuple[int, int] = (9, 0)) -> Any:
+    """GPUs of one machine."""
+    return tuple(LocalGpu(index=n, name=name, memory_bytes=int(gib * GIB), capability=capability) for n in range(count))
+
+
+def plan(*words: str, **facts: Any) -> RunPlan:
+    """The plan of a command line on the invented machine."""
+    config = compose(*words)
+    return make_plan(config, known(config, **facts), now=NOW)

@@ -1,0 +1,99 @@
+"""A rank without torch: `rank.py train --plan RUN/plan.json [RANK:DEED ...]` steps until told to stop, saves, leaves.
+
+A deed happens at step 3 of that rank: raise, config, kill9, segfault, exit0, killparent. Others hold from the start:
+deaf (ignores SIGTERM), helper (has a child that outlives it), die (fails before its log is open). abort comes after
+the end, which `steps=N` sets.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from launcher.errors import ConfigError
+from launcher.rundir import RunDir, append_json
+from launcher.training.rankstatus import RankStatus
+
+STEP_S = 0.05
+
+
+def main() -> int:
+    arguments = sys.argv[sys.argv.index("--plan") + 1 :]
+    rank, run = int(os.environ["RANK"]), RunDir(Path(arguments[0]).parent)
+    deeds = {deed for number, _, deed in (word.partition(":") for word in arguments[1:]) if number == str(rank)}
+    total = next((int(word[6:]) for word in arguments if word.startswith("steps=")), 1_000_000)
+    if "die" in deeds:
+        raise ImportError("no such library")
+    status = RankStatus.open(run, rank, "localhost")
+    print(f"rank {rank} is here")
+    if "deaf" in deeds:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if "helper" in deeds:
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    try:
+        return train(status, run, rank, total, deeds)
+    except ConfigError as error:
+        status.fail(error, 2)
+        return 2
+    except Exception as error:
+        status.fail(error, 4)
+        return 4
+
+
+def train(status: RankStatus, run: RunDir, rank: int, total: int, deeds: set[str]) -> int:
+    if rank == 0:
+        evaluate(run, 0, 0.49)
+    for step in range(1, total + 1):
+        time.sleep(STEP_S)
+        status.update(state="running", step=step, phase="training")
+        if rank == 0:
+            line = {"kind": "step", "step": step, "total_steps": total, "epoch": 0.0, "loss": 2.0 / step, "lr": 1e-3}
+            line |= {"grad_norm": 1.0, "queries_per_s": 20.0, "tokens_per_s": 900.0, "step_s": STEP_S, "skipped": 0}
+            append_json(run.metrics, line | {"time": time.time()})
+        if step == 3:
+            do(deeds)
+        if status.stop_requested:
+            save(run, step, rank)
+            status.update(state="stopped", phase="stopped")
+            return 0
+    if rank == 0:
+        evaluate(run, total, 0.97)
+    status.update(state="done", phase="done")
+    if "abort" in deeds:
+        time.sleep(0.5)
+        os.abort()
+    return 0
+
+
+def do(deeds: set[str]) -> None:
+    if "raise" in deeds:
+        raise ValueError("row 7 has no positive document")
+    if "config" in deeds:
+        raise ConfigError("dataset.max_length=4 is shorter than the prompt")
+    if "kill9" in deeds:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if "segfault" in deeds:
+        ctypes.string_at(0)
+    if "exit0" in deeds:
+        os._exit(0)
+    if "killparent" in deeds:
+        os.kill(os.getppid(), signal.SIGKILL)
+
+
+def evaluate(run: RunDir, step: int, score: float) -> None:
+    append_json(run.metrics, {"kind": "eval", "step": step, "eval/ndcg@10": score, "groups": 8, "time": time.time()})
+
+
+def save(run: RunDir, step: int, rank: int) -> None:
+    if rank == 0:
+        folder = run.checkpoint(step)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "COMPLETE").write_text("")
+        append_json(run.events, {"time": time.time(), "event": "checkpoint", "step": step, "path": str(folder)})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""`python -m launcher VERB`: verbs, exit codes, streams; what is printed and what is not imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launcher import __version__
+from launcher.__main__ import main
+from launcher.planning import keys
+from launcher.resources import conf_dir
+
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every test stands in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("words", ["--help", "-h", "help", "plan --help", "model=tiny -h"])
+def test_help_fits_a_page_and_names_everything(words: str, capsys: Captured) -> None:
+    assert main(words.split()) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    lines = shown.out.splitlines()
+    assert len(lines) < 60
+    assert max(map(len, lines)) <= 120
+    assert [group for group in keys.groups() if f"\n  {group} " not in shown.out] == []
+    options = {name for names in keys.options([conf_dir()]).values() for name in names}
+    assert [name for name in options if name not in shown.out] == []
+
+
+def test_version(capsys: Captured) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"launcher {__version__}\n"
+
+
+def test_config_lists_keys_with_defaults_and_comments(capsys: Captured) -> None:
+    assert main(["config", "optim"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("optim=adamw   (when none is named)\n")
+    for key in keys.kinds():
+        if key.startswith("optim."):
+            line = next(line for line in shown.splitlines() if line.startswith(f"  {key} = "))
+            assert len(line.split("  ")[-1]) > 10, f"{key} has no comment"
+
+
+@pytest.mark.parametrize("group", [*keys.groups(), *keys.SECTIONS, "nodes", "tune.r"])
+def test_config_shows_every_group(group: str, capsys: Captured) -> None:
+    assert main(["config", group]) == 0
+    name = group.split(".")[0]
+    assert capsys.readouterr().out.lstrip().startswith(name)
+
+
+def test_config_without_a_group_is_the_table_of_contents(capsys: Captured) -> None:
+    assert main(["config"]) == 0
+    shown = capsys.readouterr().out
+    assert [group for group in keys.groups() if f"- {group}:" not in shown] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "tried"),
+    [
+        ("trian", "there is no verb trian", "python -m launcher run ..."),
+        ("train model=tiny", "there is no verb train", "python -m launcher run ..."),
+        ("pln", "there is no verb pln", "python -m launcher plan ..."),
+        ("dry-run", "there is no verb dry-run", "python -m launcher plan ..."),
+        ("evaluate r", "evaluate is not part of this version", "python -m launcher help"),
+        ("xyzzy", "neither a verb nor KEY=VALUE", "python -m launcher help"),
+        ("zero", "which one?", "zero=stage2"),
+        ("config tunee", "there is no group tunee", "python -m launcher config tune"),
+        ("config lr", "there is no group lr", "python -m launcher config optim"),
+        ("config tune optim", "config takes one group", "python -m launcher config tune"),
+        ("config --config-dir nowhere tune", "no such folder", "--config-dir FOLDER"),
+        ("check", "check what?", "python -m launcher check data ..."),
+        ("resume", "resume which run?", "python -m launcher resume FOLDER"),
+        ("resume nowhere", "no run folder or checkpoint", "python -m launcher status"),
+        ("plan -m train.seed=1,2", "sweeps are not part of this version", "train.seed=1"),
+        ("plan model=tiny --jsn", "--jsn", ""),
+    ],
+)
+def test_wrong_words_exit_2_with_something_to_try(words: str, text: str, tried: str, capsys: Captured) -> None:
+    assert main(words.split()) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert text in shown.err
+    assert f"     try  {tried}" in shown.err
+    assert "Traceback" not in shown.err
+
+
+def plan_json(words: list[str], capsys: Captured) -> dict[str, object]:
+    assert main(["plan", "--json", *words]) == 0
+    data: dict[str, object] = json.loads(capsys.readouterr().out)
+    return data
+
+
+def test_plan_json_holds_the_contract(capsys: Captured) -> None:
+    words = [
+        "model=qwen3_vl_reranker_8b",
+        "zero=stage3",
+        "nodes=2",
+        "env.set.HF_TOKEN=hf_abc",
+        "env.set.NCCL_DEBUG=INFO",
+    ]
+    data = plan_json(words, capsys)
+    wanted = "hosts world_size master_addr master_port env batch deepspeed trainable memory commands warnings"
+    assert [key for key in wanted.split() if key not in data] == []
+    hosts = data["hosts"]
+    assert isinstance(hosts, list)
+    assert [set(host) >= {"name", "address", "port", "user", "gpus"} for host in hosts] == [True, True]
+    assert data["world_size"] == sum(len(host["gpus"]) for host in hosts)
+    assert data["env"]["HF_TOKEN"] == "***"  # type: ignore[index]
+    assert data["env"]["NCCL_DEBUG"] == "INFO"  # type: ignore[index]
+    assert "hf_abc" not in json.dumps(data)
+    assert "auto" not in json.dumps(data["deepspeed"])
+
+
+def shipped() -> list[str]:
+    """Every option of every group."""
+    return [f"{group}={name}" for group, names in keys.options([conf_dir()]).items() for name in names]
+
+
+@pytest.mark.parametrize("word", shipped())
+def test_every_shipped_option_plans(word: str, elsewhere: Path, capsys: Captured) -> None:
+    row = {"query": "q", "positives": ["a"], "negatives": ["b"]}
+    (elsewhere / "t.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    needed = {"dataset=jsonl": ["dataset.train=t.jsonl"], "zero=stage0": ["precision=fp32"]}
+    needed |= {"experiment=reranker_lora": ["dataset.train=t.jsonl"]}
+    words = [word, *needed.get(word, []), "nodes=2"]  # without a hostfile two hosts with GPUs are assumed
+    if word == "model=local":
+        folder = elsewhere / "m"
+        folder.mkdir()
+        arch = plan_json(["model=qwen3_vl_2b"], capsys)["arch"]
+        (folder / "config.json").write_text(json.dumps(arch), encoding="utf-8")
+        words += ["model.path=m", "model.weights=random"]
+    elif not word.startswith(("model=", "experiment=")):
+        words.append("model=qwen3_vl_2b")
+    assert main(["plan", *words]) == 0
+    assert capsys.readouterr().err == ""
+
+
+# Real processes.
+
+PROBE = "import sys; from launcher.__main__ import main; main(sys.argv[1:]); print(sorted(sys.modules))"
+
+
+def loaded(words: str) -> set[str]:
+    """Top-level modules that a verb loads."""
+    command = [sys.executable, "-c", PROBE, *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    modules: list[str] = json.loads(done.stdout.splitlines()[-1].replace("'", '"'))
+    return {name.split(".")[0] for name in modules} | {name for name in modules if name.startswith("launcher.")}
+
+
+def test_looking_at_runs_does_not_load_hydra() -> None:
+    assert loaded("status") & {"hydra", "omegaconf", "yaml", "torch"} == set()
+
+
+def test_plan_loads_nothing_heavy() -> None:
+    names = loaded("plan")
+    heavy = {"torch", "deepspeed", "transformers", "peft", "datasets", "pyarrow", "rich", "numpy", "launcher.training"}
+    assert "hydra" in names
+    assert names & heavy == set()
+
+
+def test_plan_works_from_another_folder_and_its_problems_are_on_standard_error(launch: Launch, elsewhere: Path) -> None:
+    good = launch("plan")
+    assert (good.returncode, good.stderr) == (0, "")
+    assert str(elsewhere / "runs") in good.stdout
+    bad = launch("plan", "zero=stge3", "optim.lrr=1", "nodes=zwei")
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert bad.stderr.startswith("3 problems with this run:\n")
+    assert list(elsewhere.iterdir()) == []  # planning leaves nothing behind
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    command = f"{sys.executable} -m launcher config | head -n 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_mistake_of_ours_exits_1_with_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    monkeypatch.setattr("launcher.planning.help.help_text", lambda folders: 1 / 0)
+    assert main(["help"]) == 1
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown
+    assert "internal error: ZeroDivisionError: division by zero" in shown

@@ -1,0 +1,286 @@
+"""Command lines and YAML files -> RunConfig, or every problem with what to type instead."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from launcher.errors import ConfigError
+from launcher.planning import checks, grammar, habits, keys
+from launcher.planning.config import Composed, read_config
+from launcher.planning.overrides import read_command_line
+from launcher.planning.resumed import resumed_words
+from launcher.resources import conf_dir
+
+CASES = Path(__file__).parent / "cases" / "hydra"
+WRONG = CASES / "wrong_lines.txt"
+
+
+def answer(line: str) -> str:
+    """What a wrong command line is answered with."""
+    with pytest.raises(ConfigError) as caught:
+        read_config(shlex.split(line))
+    return str(caught.value)
+
+
+def wrong_lines() -> list[tuple[str, str]]:
+    """The golden file: `$ LINE`, then its answer."""
+    blocks = WRONG.read_text(encoding="utf-8").split("$ ")[1:]
+    return [(line, text.rstrip("\n")) for line, _, text in (block.partition("\n") for block in blocks)]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every test stands in an empty folder, so that no file of the checkout is meant by accident."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("line", "text"), wrong_lines(), ids=[line for line, _ in wrong_lines()])
+def test_wrong_line_is_answered_whole(line: str, text: str) -> None:
+    assert answer(line) == text
+
+
+# Text that Hydra's grammar refuses or reads otherwise, but that can mean one thing only where text belongs.
+LITERAL = {
+    "run.name": [
+        "run(1)",
+        "café",
+        "中文",
+        "a#b",
+        "a!b",
+        "a;b",
+        "08",
+        "12:30:00",
+        "no",
+        "true",
+        "1e-5",
+        "a b",
+        "a'b",
+        "x=y",
+    ],
+    "env.set.X": ["^lo", "=eth0", "~/x", '{"a":1,"b":2}', "[a,b]", "", "$HOME", "`date`", "a&b", "no", "022", "None?"],
+    "tune.target_modules": [".*(q|v)_proj", r".*\.layers\.\d{1,2}\..*", "a(?=b)"],
+    "task.instruction": ["Is it relevant? Answer yes or $5", "What's relevant?"],
+}
+
+
+@pytest.mark.parametrize(("key", "raw"), [(key, raw) for key, values in LITERAL.items() for raw in values])
+def test_text_needs_no_quotes_where_its_meaning_is_clear(key: str, raw: str) -> None:
+    line = read_command_line([f"{key}={raw}"])
+    assert (line.problems, line.values) == ([], {key: raw})
+
+
+@pytest.mark.parametrize("raw", ["'mlx5_0,mlx5_1'", '"mlx5_0,mlx5_1"', r"mlx5_0\,mlx5_1"])
+def test_quoted_commas_are_text(raw: str) -> None:
+    assert read_config([f"env.set.NCCL_IB_HCA={raw}"]).config.env.set == {"NCCL_IB_HCA": "mlx5_0,mlx5_1"}
+
+
+def test_typed_values_arrive() -> None:
+    words = "model=qwen3_vl_8b dataset=jsonl dataset.train=t.jsonl optim.betas=[0.9,0.95] gpus=[0,2] nodes=null"
+    config = read_config(
+        [*words.split(), "optim.lr=1_0e-5", "train.epochs=2", "+zero=stage3", "env.set={A:1,B:x}"]
+    ).config
+    assert config.optim.betas == [0.9, 0.95]
+    assert (config.gpus, config.nodes, config.optim.lr, config.zero.name) == ([0, 2], None, 1e-4, "stage3")
+    assert isinstance(config.train.epochs, float)
+    assert config.env.set == {"A": "1", "B": "x"}
+
+
+@pytest.mark.parametrize(
+    ("words", "experiment"),
+    [("", True), ("zero=stage3 train.seed=1", True), ("model=tiny", False), ("dataset=digits", False)],
+)
+def test_the_demo_runs_when_nothing_is_named(words: str, experiment: bool) -> None:
+    line = f"{words} model=tiny" if words == "dataset=digits" else words
+    config = read_config(line.split()).config
+    assert (config.tune.name, config.loss.name) == (("full", "listwise") if experiment else ("lora", "pointwise"))
+    assert config.dataset.name == "digits"
+    assert config.zero.name == ("stage3" if "stage3" in words else "stage2")
+
+
+def test_a_file_names_its_data_set_and_a_folder_its_model() -> None:
+    config = read_config(["model.path=m", "dataset.train=t.jsonl"]).config
+    assert (config.model.name, config.dataset.name) == ("local", "jsonl")
+
+
+def test_paths_are_relative_to_where_the_user_stands(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(elsewhere / "home"))
+    words = "model.path=m dataset.train=../t.jsonl cluster.hostfile=~/hosts cluster.python=python3"
+    config = read_config([*words.split(), "resume=r/epoch=3-step=100"]).config
+    assert config.model.path == str(elsewhere / "m")
+    assert config.dataset.train == str(elsewhere.parent / "t.jsonl")
+    assert config.cluster.hostfile == str(elsewhere / "home" / "hosts")
+    assert config.resume == str(elsewhere / "r" / "epoch=3-step=100")
+    assert config.run.root == str(elsewhere / "runs")
+    assert config.cluster.python == "python3"  # a program name stays for the PATH of each host
+
+
+def test_interpolations_are_resolved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHO", "me")
+    config = read_config(["run.name=${oc.env:WHO}-${train.seed}", "eval.every_steps=${checkpoint.every_steps}"]).config
+    assert config.run.name == "me-42"
+    assert config.eval.every_steps == config.checkpoint.every_steps
+
+
+# Files of a user's own.
+
+
+def with_files(*words: str) -> Composed:
+    return read_config([f"--config-dir={CASES / 'conf'}", *words])
+
+
+def test_text_of_a_yaml_file_stays_text() -> None:
+    config = with_files("experiment=scalars").config
+    assert (config.run.name, config.task.instruction) == ("12:30:45", "no")
+    assert (config.cluster.gpu, config.cluster.include) == ("010", "yes")
+    assert (config.optim.lr, config.train.seed) == (1e-5, 10)
+    expected = {"NCCL_DEBUG": "OFF", "NCCL_IB_TIMEOUT": "022", "NCCL_IB_GID_INDEX": "3", "QUOTED": "yes"}
+    assert config.env.set == expected
+
+
+def test_options_of_a_folder_work_like_shipped_ones(elsewhere: Path) -> None:
+    config = with_files("model=mine", "cluster=lab", "cluster.stop_grace_s=5").config
+    assert (config.model.name, config.model.weights) == ("mine", "random")
+    assert config.cluster.hostfile == str(elsewhere / "hosts" / "lab.txt")
+    assert config.cluster.stop_grace_s == 5.0
+
+
+def test_every_problem_of_a_file_is_named_with_its_line() -> None:
+    with pytest.raises(ConfigError) as caught:
+        with_files("experiment=misread", "train.seed=x")
+    text = str(caught.value).replace(str(CASES), "CASES")
+    assert text == (CASES / "misread.txt").read_text(encoding="utf-8").rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("experiment=bad_option", ["zero=stge3: no such option", "bad_option.yaml", "try  zero=stage3"]),
+        ("experiment=not_yaml", ["mapping values are not allowed", "not_yaml.yaml", "line 2"]),
+        ("model=tiny", ["a file of that name would be ignored", "model/tiny.yaml"]),
+        ("experiment=scalers", ["no such option", "misread", "try  experiment=scalars"]),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(words: str, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        with_files(*words.split())
+    assert [part for part in parts if part not in str(caught.value)] == []
+
+
+# What is written down.
+
+
+def test_recorded_words_give_the_same_configuration_from_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["experiment=scalars", "dataset=jsonl", "dataset.train=a b/t.jsonl", "run.root=r", "optim.betas=[0.9,0.95]"]
+    words += ['run.name="x, \\"y\\""', "env.set.A='[1,2]'", "env.set.C=${oc.env:HOME}", "train.max_steps=null"]
+    first = with_files(*words)
+    monkeypatch.chdir("/")
+    again = read_config(first.overrides)
+    assert again == first
+    assert first.config.run.name == 'x, "y"'
+
+
+def test_the_written_yaml_is_the_configuration_with_secrets_masked() -> None:
+    composed = read_config(["env.set.HF_TOKEN=hf_abc", "env.set.TOKENIZERS_PARALLELISM=false", "batch.max_tokens=4096"])
+    assert composed.config.env.set["HF_TOKEN"] == "hf_abc"
+    assert "hf_abc" not in composed.yaml + str(composed.overrides)
+    written = OmegaConf.create(composed.yaml)
+    assert written.env.set == {"HF_TOKEN": "***", "TOKENIZERS_PARALLELISM": "false"}
+    assert written.batch.max_tokens == 4096
+    assert "batch.max_tokens=4096" in composed.overrides
+
+
+def test_resume_reads_what_was_typed(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "a"
+    (run / "checkpoints" / "step-000010").mkdir(parents=True)
+    (run / "overrides.txt").write_text('experiment=digits\ntrain.seed=3\nrun.name=a\nrun.dir="/x"\n')
+    expected = ["experiment=digits", "train.max_steps=9"]
+    assert resumed_words(["runs/a", "train.seed=4"]) == ["experiment=digits", "train.seed=4", f"resume={run}"]
+    for place in (run, run / "checkpoints" / "step-000010"):
+        assert resumed_words([str(place), *expected[1:]])[-1] == f"resume={place}"
+    (run / "overrides.txt").write_text('env.set.HF_TOKEN="***"\n')
+    with pytest.raises(ConfigError, match=r"secrets are not recorded: env\.set\.HF_TOKEN"):
+        resumed_words([str(run)])
+    assert resumed_words([str(run), "env.set.HF_TOKEN=x"])[0] == "env.set.HF_TOKEN=x"
+    for words in ([], ["nowhere"], ["train.seed=1"]):
+        with pytest.raises(ConfigError):
+            resumed_words(words)
+
+
+# The tree of conf/ and the tables.
+
+
+def shipped() -> list[str]:
+    """Every option of every group."""
+    return [f"{group}={name}" for group, names in keys.options([conf_dir()]).items() for name in names]
+
+
+@pytest.mark.parametrize("word", shipped())
+def test_every_shipped_option_composes(word: str) -> None:
+    needed = {"dataset=jsonl": ["dataset.train=t.jsonl"], "model=local": ["model.path=m"]}
+    needed["experiment=reranker_lora"] = ["dataset.train=t.jsonl"]
+    model = [] if word.startswith(("model=", "experiment=")) else ["model=tiny"]
+    config = read_config([word, *model, *needed.get(word, [])]).config
+    group, _, option = word.partition("=")
+    assert getattr(getattr(config, group, None), "name", option) in (option, "adamw")
+
+
+def test_every_key_is_written_and_explained_once_in_its_usual_option() -> None:
+    for key in keys.kinds():
+        group = key.split(".")[0]
+        options = {group: keys.default_options().get(group) or "tiny"} if group in keys.groups() else {}
+        file = keys.option_file([conf_dir()], group, options[group]) if options else conf_dir() / "config.yaml"
+        assert file is not None
+        files = [file.read_text(encoding="utf-8")] + [f.read_text(encoding="utf-8") for f in file.parent.glob("*.yaml")]
+        name = key.rsplit(".", 1)[-1]
+        lines = [line for text in files for line in text.splitlines() if re.match(rf" *{name}:", line)]
+        assert lines, f"{key} is not in conf/"
+        explained = name in ("name", "arch", "instruction", "repo") or any("# " in line for line in lines)
+        assert explained, f"{key} has no comment"
+
+
+def test_every_rule_and_habit_is_about_a_key_that_exists() -> None:
+    assert [key for key in checks.RULES if keys.kind_of(key) is None] == []
+    options = keys.options([conf_dir()])
+    assert [key for key in habits.VALUES if key not in options and keys.kind_of(key) is None] == []
+    for name in habits.HABITS:
+        template, remark = habits.meant(name) or ("", "")
+        words = template.split()
+        assert words or remark
+        assert [
+            word for word in words if word.split("=")[0] not in options and keys.kind_of(word.split("=")[0]) is None
+        ] == []
+        assert name not in keys.kinds(), f"{name} is a key of ours"
+
+
+@pytest.mark.parametrize("key", [key for key in checks.RULES if keys.default(key) not in (None, "???")])
+def test_every_default_passes_its_own_check(key: str) -> None:
+    value = keys.default(key)
+    assert checks.type_problem(key, value) is None
+    assert checks.rule_problem(key, value) is None
+
+
+def test_tries_can_be_typed() -> None:
+    """Each KEY=VALUE that an answer offers is itself understood: it is read without a new problem about its key."""
+    offered = {line.split("try  ", 1)[1] for _, text in wrong_lines() for line in text.splitlines() if "try  " in line}
+    typed = [
+        line
+        for line in offered
+        if re.match(r"'?[\w.]+=(?!VALUE|NAME|FILE|FOLDER)", line) and not line.startswith("KEY")
+    ]
+    assert len(typed) > 60
+    for line in typed:
+        assert read_command_line(shlex.split(line)).problems == [], line
+
+
+@pytest.mark.parametrize(
+    "value", [None, True, 3, 1e-5, "a", "a,b", "null", "None", "1", "q\"u'o\\te", "", [1, "x,y"], {"a": 1}, "é"]
+)
+def test_written_values_read_back_the_same(value: object) -> None:
+    parsed = grammar.parse(grammar.as_typed(value))
+    assert (parsed.readable, parsed.value) == (True, value)

@@ -1,0 +1,159 @@
+"""Checkpoint -> Hugging Face folder: it loads whole, and scores as the trained model does."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import PIL.Image
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from launcher.errors import ConfigError
+from launcher.rundir import RunDir
+from launcher.training import processors
+from launcher.training.batching import collate, make_units
+from launcher.training.engine import build_scorer
+from launcher.training.export import checkpoint_to_export, export_from_checkpoint, verify_export
+from launcher.training.formats import Group, Image
+from launcher.training.loop import make_encoder
+from launcher.training.pixels import Pixels
+from tests.groups import GROUPS
+from tests.tiny import INSTRUCTION, tiny_plan
+
+FULL = {"name": "full", "language": "full", "vision": "full", "projector": "full"}
+LORA = {"name": "lora", "language": "lora", "vision": "lora", "projector": "full", "r": 4, "lora_alpha": 12.0}
+CASES = {
+    "full, tied embeddings trained": (FULL, True),
+    "full, head too, tied": ({**FULL, "head": "full"}, True),
+    "full, untied": (FULL, False),
+    "lora, tied": (LORA, True),
+    "lora and head, untied": ({**LORA, "head": "full"}, False),
+}
+
+
+def make_plan(tmp_path: Path, tune: dict[str, Any], tied: bool) -> Any:
+    plan = tiny_plan(tmp_path / "run", tune=tune)
+    plan.arch["tie_word_embeddings"] = tied
+    return plan
+
+
+def trained(plan: Any, folder: Path) -> Any:
+    """A scorer whose every trainable parameter has moved, and its masters in a checkpoint folder."""
+    scorer = build_scorer(plan, processors.load_processor(plan), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        moved = {name: p for name, p in scorer.named_parameters() if p.requires_grad}
+        for p in moved.values():
+            p.add_(0.05 * torch.randn(p.shape, generator=generator))
+    folder.mkdir(parents=True)
+    save_file({f"master/{name}": p.detach().clone() for name, p in moved.items()}, folder / "part.safetensors")
+    parameters = {name: {"shape": list(p.shape), "file": "part.safetensors"} for name, p in moved.items()}
+    (folder / "state.json").write_text(json.dumps({"step": 7, "best": None, "parameters": parameters}))
+    return scorer
+
+
+def packed_scores(plan: Any, scorer: Any, groups: list[Group]) -> torch.Tensor:
+    processor = processors.load_processor(plan)
+    encoded = [make_encoder(plan, processor).encode(group) for group in groups]
+    pixels = Pixels(processor.image_processor)
+    needed = {slot.key: pixels.rows(slot) for e in encoded for p in e.prompts for slot in p.images}
+    with torch.no_grad():
+        return scorer(collate(encoded, make_units(encoded, plan.cost, 8192, splittable=False), needed, padded=True))
+
+
+def exported_scores(out: Path, groups: list[Group]) -> torch.Tensor:
+    """One document at a time through transformers and the export's own template."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    model, info = AutoModelForImageTextToText.from_pretrained(out, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    processor = AutoProcessor.from_pretrained(out)
+    ids = processors.token_ids(processor)
+    scores = []
+    for group in groups:
+        for document in group.documents:
+            messages = [
+                {"role": "query", "content": items(group.query)},
+                {"role": "document", "content": items(document)},
+            ]
+            prompt = processor.apply_chat_template(messages, chat_template="reranker", tokenize=False)
+            images = [picture(p) for content in (group.query, document) for p in content if isinstance(p, Image)]
+            inputs = processor(text=[prompt], images=images or None, return_tensors="pt")
+            with torch.no_grad():
+                logits = model(**inputs, use_cache=False).logits[0, -1]
+            scores.append(logits[ids["yes"]] - logits[ids["no"]])
+    return torch.stack(scores)
+
+
+def items(content: Any) -> list[dict[str, str]]:
+    """A content without text or image is an empty list: the template writes NULL for it, as training does."""
+    kept = [part for part in content if part != ""]
+    return [{"type": "image"} if isinstance(part, Image) else {"type": "text", "text": part} for part in kept]
+
+
+def picture(image: Image) -> Any:
+    return PIL.Image.open(io.BytesIO(image.data))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_export_scores_as_the_trained_model(tmp_path, case):
+    tune, tied = CASES[case]
+    plan = make_plan(tmp_path, tune, tied)
+    checkpoint = tmp_path / "step-000007"
+    scorer = trained(plan, checkpoint)
+    groups = [*GROUPS["text"], *GROUPS["image documents"]]
+    expected = packed_scores(plan, scorer, groups)
+    out = export_from_checkpoint(plan, checkpoint, tmp_path / "export")
+    assert expected.std() > 1e-3  # documents score differently
+    torch.testing.assert_close(exported_scores(out, groups), expected, atol=1e-5, rtol=1e-5)
+
+    config = json.loads((out / "config.json").read_text())
+    still_tied = case == "lora, tied"
+    assert config["tie_word_embeddings"] is still_tied
+    assert config["text_config"]["tie_word_embeddings"] is still_tied
+    assert config["architectures"] == ["Qwen3VLForConditionalGeneration"]
+    assert ("lm_head.weight" in load_file(out / "model.safetensors")) is not still_tied
+    assert json.loads((out / "launcher.json").read_text())["instruction"] == INSTRUCTION
+    assert not [file.name for file in tmp_path.iterdir() if file.name.startswith(".")]
+
+
+def test_a_folder_that_would_not_load_is_refused(tmp_path):
+    plan = make_plan(tmp_path, LORA, True)
+    trained(plan, tmp_path / "step-000007")
+    out = export_from_checkpoint(plan, tmp_path / "step-000007", tmp_path / "export")
+    whole = load_file(out / "model.safetensors")
+    name = "model.language_model.layers.0.self_attn.q_proj.weight"
+    for tensor in (None, torch.zeros(0), torch.zeros(3, 3)):
+        changed = {key: value for key, value in whole.items() if key != name}
+        save_file(changed if tensor is None else {**changed, name: tensor}, out / "model.safetensors")
+        with pytest.raises(RuntimeError, match=r"1 tensors differ, the first is .*q_proj"):
+            verify_export(out)
+
+
+def test_only_an_export_is_replaced(tmp_path):
+    plan = make_plan(tmp_path, LORA, True)
+    trained(plan, tmp_path / "step-000007")
+    out = tmp_path / "mine"
+    out.mkdir()
+    (out / "notes.txt").write_text("keep")
+    with pytest.raises(ConfigError, match="not empty"):
+        export_from_checkpoint(plan, tmp_path / "step-000007", out)
+    (out / "notes.txt").unlink()
+    for _ in range(2):
+        assert (export_from_checkpoint(plan, tmp_path / "step-000007", out) / "config.json").is_file()
+
+
+def test_the_best_checkpoint_is_exported_while_it_exists(tmp_path):
+    run = RunDir(tmp_path)
+    with pytest.raises(ConfigError, match="no complete checkpoint"):
+        checkpoint_to_export(run)
+    for step, best in ((100, None), (200, {"step": 100, "value": 0.9}), (300, {"step": 50, "value": 0.95})):
+        folder = run.checkpoint(step)
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(json.dumps({"serial": step, "best": best}))
+        (folder / "COMPLETE").touch()
+        assert checkpoint_to_export(run) == (run.checkpoint(100) if step < 300 else folder)

@@ -1,0 +1,304 @@
+"""Rows of both formats: what is read, and what is refused with file, line, id and reason."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image as Pillow
+
+from launcher.errors import ConfigError
+from launcher.spec import DatasetConfig, LossConfig, RunConfig
+from launcher.training.formats import BadRow, Group, Image, read_groups, read_split
+
+CASES = Path(__file__).parent / "cases" / "data"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the pictures that the rows name."""
+    Pillow.new("RGB", (64, 48), (200, 30, 30)).save(tmp_path / "rgb.png")
+    Pillow.new("RGBA", (64, 48)).save(tmp_path / "rgba.png")
+    return tmp_path
+
+
+def read(path: Path, **options: Any) -> tuple[list[Group], list[BadRow]]:
+    need_negatives = options.pop("need_negatives", False)
+    dataset = DatasetConfig(name="jsonl", train=str(path), **options)
+    return read_groups(dataset, "train", seed=1, need_negatives=need_negatives)
+
+
+def read_rows(folder: Path, *rows: dict[str, Any], **options: Any) -> tuple[list[Group], list[BadRow]]:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return read(path, **options)
+
+
+def case_rows(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (CASES / name).read_text().splitlines()]
+
+
+def test_native_row(folder: Path) -> None:
+    row = {
+        "id": 7,
+        "instruction": "Find it.",
+        "query": {"text": ["a", "b"], "image": "rgb.png", "min_pixels": 1024},
+        "positives": [{"images": ["rgb.png", "rgba.png"]}],
+        "negatives": ["<image> <|image_pad|>", {"text": ""}, {"text": "x", "images": [{"path": "rgb.png"}]}],
+        "source": "kept out, it is neither a score nor a picture",
+    }
+    groups, bad = read_rows(folder, row)
+    rgb, rgba = str(folder / "rgb.png"), str(folder / "rgba.png")
+    assert bad == []
+    assert groups == [
+        Group(
+            id="7",
+            where=f"{folder}/rows.jsonl:1",
+            instruction="Find it.",
+            query=(Image(rgb, min_pixels=1024), "a", "b"),
+            documents=((Image(rgb), Image(rgba)), ("<image> <|image_pad|>",), ("NULL",), (Image(rgb), "x")),
+            labels=(1.0, 0.0, 0.0, 0.0),
+        )
+    ]
+
+
+def test_published_object_with_labels(folder: Path) -> None:
+    row = {"query": {"text": "q"}, "documents": [{"text": "n"}, {"text": "p"}, "m"], "labels": [0, True, 0.0]}
+    groups, bad = read_rows(folder, row)
+    assert (groups[0].documents, groups[0].labels) == ((("p",), ("n",), ("m",)), (1.0, 0.0, 0.0))
+    assert bad == []
+
+
+@pytest.mark.parametrize("label", [0.7, "no", -1, None])
+def test_labels_other_than_0_and_1_are_refused(folder: Path, label: Any) -> None:
+    _, bad = read_rows(folder, {"query": "q", "documents": ["p", "n"], "labels": [1, label]})
+    assert [row.kind for row in bad] == ["wrong label"]
+
+
+def test_swift_row(folder: Path) -> None:
+    row = {
+        "messages": [
+            {"role": "system", "content": "Find it."},
+            {"role": "user", "content": "look<image>here<image>"},
+        ],
+        "images": ["rgb.png", "rgba.png"],
+        "positive_messages": [[{"role": "assistant", "content": "<image>"}]],
+        "positive_images": [["rgb.png"]],
+        "negative_messages": [[{"role": "user", "content": "no picture"}], [{"role": "user", "content": "<image>b"}]],
+        "negative_images": [[], ["rgba.png"]],
+    }
+    rgb, rgba = Image(str(folder / "rgb.png")), Image(str(folder / "rgba.png"))
+    groups, bad = read_rows(folder, row)
+    assert bad == []
+    assert groups[0].instruction == "Find it."
+    assert groups[0].query == ("look", rgb, "here", rgba)
+    assert groups[0].documents == ((rgb,), ("no picture",), (rgba, "b"))
+    assert groups[0].labels == (1.0, 0.0, 0.0)
+
+
+def test_swift_system_nearest_to_the_document_wins(folder: Path) -> None:
+    def row(*systems: str | None) -> dict[str, Any]:
+        documents = [
+            [*([{"role": "system", "content": s}] if s else []), {"role": "assistant", "content": f"d{i}"}]
+            for i, s in enumerate(systems)
+        ]
+        messages = [{"role": "system", "content": "outer"}, {"role": "user", "content": "q"}]
+        return {"messages": messages, "positive_messages": documents[:1], "negative_messages": documents[1:]}
+
+    groups, bad = read_rows(folder, row("inner", "inner"), row(None, None), row("inner", None))
+    assert [group.instruction for group in groups] == ["inner", "outer"]
+    assert [(r.where[-2:], r.kind) for r in bad] == [(":3", "different system messages")]
+
+
+def test_swift_tags_must_match_images(folder: Path) -> None:
+    rows = [
+        {**row, "positive_messages": [[{"role": "assistant", "content": "p"}]]}
+        for row in case_rows("placeholder_counts.jsonl")
+    ]
+    groups, bad = read_rows(folder, *rows)
+    assert [group.id for group in groups] == ["ok", "special_token_text", "special_token_text_with_image"]
+    assert groups[1].query == ("the marker <|image_pad|> and <|vision_start|> in a manual",)
+    kinds = {row.id: row.kind for row in bad}
+    for name in ("two_images_one_tag", "one_image_two_tags", "tag_no_image"):
+        assert kinds.pop(name) == "<image> tags do not match images"
+    assert kinds == {"html_text": "wrong messages", "tag_in_answer": "wrong messages"}  # a query is one message
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "reason"),
+    [
+        ("latin1", 1, "not UTF-8: byte 0xe9 at position 15"),
+        ("utf16", 1, "UTF-16: "),
+        ("lone_surrogate", 1, "half a surrogate pair: "),
+        ("comment_line", 1, "not JSON: Expecting value at column 1; JSON has no comments"),
+        ("duplicate_key", 1, 'duplicate key: "query"'),
+        ("nan_score", 1, "not a number: NaN"),
+        ("array_not_lines", 1, "JSON array: "),
+    ],
+)
+def test_a_line_that_is_not_strict_json_is_named(name: str, line: int, reason: str) -> None:
+    path = CASES / f"{name}.jsonl"
+    groups, bad = read(path)
+    assert groups == []
+    assert (bad[0].where, bad[0].id) == (f"{path}:{line}", str(line))
+    assert bad[0].reason.startswith(reason)
+
+
+def test_lines_cut_short_and_lines_after_them(folder: Path) -> None:
+    good = b'{"query": "q", "positives": "p"}\n'
+    path = folder / "rows.jsonl"
+    path.write_bytes(
+        b"\xef\xbb\xbf" + good + b"\n[1]\n" + b'{"query": ' + b"[" * 100_000 + b"\n" + good + b'{"query": "a'
+    )
+    groups, bad = read(path)
+    assert [group.where[-2:] for group in groups] == [":1", ":5"]
+    assert [(row.where[-2:], row.kind) for row in bad] == [
+        (":3", "not an object"),
+        (":4", "not JSON"),
+        (":6", "not JSON"),
+    ]
+
+
+def test_text_stays_as_written() -> None:
+    groups, bad = read(CASES / "dates_only.jsonl")
+    assert [group.query for group in groups] == [("2024-01-02 10:00:00",), ("2024-01-03 11:00:00",)]
+    assert bad == []
+    _, bad = read(CASES / "big_ids.jsonl")  # rows of no known format, told apart by ids above 2**63
+    assert [row.id for row in bad] == ["12345678901234567890123", "12345678901234567890124"]
+    assert all(row.kind == "unknown format" and '"positives"' in row.reason for row in bad)
+
+
+def test_a_number_is_not_text(folder: Path) -> None:
+    groups, bad = read_rows(folder, {"query": "what is pi", "positives": "p"}, {"query": 314159, "positives": "p"})
+    assert len(groups) == 1
+    assert bad == [
+        BadRow(f"{folder}/rows.jsonl:2", "2", 'wrong type: "query" must be text or an object, not the number 314159')
+    ]
+
+
+def test_one_or_many_or_none() -> None:
+    groups, bad = read(CASES / "neg_str_or_list.jsonl")
+    assert [group.documents for group in groups] == [(("p",), ("n",)), (("p",), ("n1",), ("n2",))]
+    assert bad == []
+    groups, _ = read(CASES / "seven_rows.jsonl", max_rows=5)
+    assert [group.id for group in groups] == list("01234")
+
+
+def test_images_of_a_query_as_text_list_or_null(folder: Path) -> None:
+    rows = [
+        {"query": {"text": row["query"], "images": row.get("images")}, "positives": "p"}
+        for row in case_rows("images_str_or_list.jsonl")
+    ]
+    groups, bad = read_rows(folder, *rows)
+    assert [len(group.query) - 1 for group in groups] == [1, 2, 0, 0, 0]
+    assert bad == []
+
+
+def test_missing_images_are_named_before_anything_runs(folder: Path) -> None:
+    rows = [
+        {"id": row["query"], "query": {"images": row["images"]}, "positives": "p"}
+        for row in case_rows("missing_images.jsonl")
+    ]
+    groups, bad = read_rows(folder, *rows)
+    reasons = {row.id: row.reason for row in bad}
+    assert {group.id for group in groups} - {"d"} == {"a", "c"}  # d, RGB.PNG, is up to the file system
+    assert reasons["b"] == "image file missing: does_not_exist.png"
+    assert reasons["e"].startswith("image is an address: https://images.example/x.png")
+    assert reasons["f"] == "image file missing: rgb.png "
+    assert reasons["g"] == "image file missing: the path is empty"
+
+
+def test_images_in_the_working_folder_and_in_the_row(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    data = (folder / "rgb.png").read_bytes()
+    uri = "data:image/png;base64," + base64.b64encode(data).decode()
+    rows = [{"query": {"image": value}, "positives": "p"} for value in ("rgb.png", uri, "data:image/png,abc")]
+    groups, bad = read_rows(tmp_path_factory.mktemp("elsewhere"), *rows)
+    assert [group.query for group in groups] == [(Image("rgb.png"),), (Image(None, data),)]
+    assert [row.kind for row in bad] == ["bad data URI"]
+
+
+def test_reranker_rows(folder: Path) -> None:
+    path = folder / "pairs.jsonl"
+    path.write_bytes((CASES / "reranker_pairs.jsonl").read_bytes())
+    groups, bad = read(path, need_negatives=True)
+    by_id = {group.id: group for group in groups}
+    kinds = {row.id: row.kind for row in bad}
+    assert kinds == {
+        "no_positive": "no positives",
+        "positive_missing": "no positives",
+        "no_negative": "no negatives",
+        "same_doc_both_sides": "document both positive and negative",
+        **dict.fromkeys(("label_float", "label_bool", "label_text", "label_minus1"), "unknown format"),
+    }
+    assert by_id["empty_query"].query == by_id["empty_doc"].documents[0] == ("NULL",)
+    assert by_id["space_doc"].documents[0] == ("   \n",)
+    assert (len(by_id["duplicate_negatives"].documents), by_id["duplicate_negatives"].repeats) == (2, 2)
+    assert by_id["three_positives"].labels == (1.0, 1.0, 1.0, 0.0)
+    assert by_id["image_query"].query == (Image(str(folder / "rgb.png")), "same colour")
+    assert "no_negative" in {group.id for group in read(path)[0]}
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"query": "q", "positives": "p", "images": ["rgb.png"]}, "unknown key: images"),
+        ({"query": "q", "positives": "p", "pos_scores": [1.0]}, "unknown key: pos_scores"),
+        ({"query": {"txt": "q"}, "positives": "p"}, "unknown key: txt"),
+        ({"query": {"text": 1}, "positives": "p"}, 'wrong type: a text in "query"'),
+        ({"query": "q", "positives": [None]}, 'wrong type: "positives"'),
+        ({"query": None, "positives": "p"}, "no query"),
+        ({"query": {"image": 3}, "positives": "p"}, 'wrong type: an image in "query"'),
+        ({"query": {"image": "rgb.png", "max_pixels": "9"}, "positives": "p"}, "wrong type: max_pixels"),
+        ({"query": "q", "positives": "p", "positive": "p"}, 'both "positive" and "positives"'),
+        ({"messages": "q", "positive_messages": []}, "wrong type: messages"),
+        ({"messages": [{"role": "user", "content": ["q"]}]}, 'wrong type: "content" in messages'),
+        ({"positive_messages": [[{"role": "user", "content": "p"}]]}, "no messages"),
+        ({"messages": [{"role": "user", "content": "q"}], "videos": ["v.mp4"]}, "unknown key: videos"),
+    ],
+)
+def test_rows_that_would_lose_something_are_refused(folder: Path, row: dict[str, Any], reason: str) -> None:
+    groups, bad = read_rows(folder, row)
+    assert groups == []
+    assert bad[0].reason.startswith(reason)
+
+
+def test_a_named_format_is_not_guessed(folder: Path) -> None:
+    row = {"query": "q", "positives": "p"}
+    assert len(read_rows(folder, row, format="native")[0]) == 1
+    assert [bad.reason for bad in read_rows(folder, row, format="swift")[1]] == ["no messages"]
+
+
+def test_shuffled_labels_are_dealt_by_seed_and_row(folder: Path) -> None:
+    row = {"query": "q", "positives": "p", "negatives": [f"n{i}" for i in range(7)]}
+    groups, _ = read_rows(folder, *[row] * 200, shuffle_labels=True)
+    assert groups == read_rows(folder, *[row] * 200, shuffle_labels=True)[0]
+    assert {group.labels for group in groups} == {(1.0, *(0.0,) * 7)}
+    assert all(set(group.documents) == {("p",), *((f"n{i}",) for i in range(7))} for group in groups)
+    kept = sum(group.documents[0] == ("p",) for group in groups)
+    assert 10 <= kept <= 45  # an eighth of 200 by chance
+
+
+def test_evaluation_keeps_its_labels_and_needs_negatives(folder: Path) -> None:
+    path = folder / "rows.jsonl"
+    path.write_text('{"query": "q", "positives": "p"}\n{"query": "q", "positives": "p", "negatives": "n"}\n' * 20)
+    dataset = DatasetConfig(name="jsonl", train=str(path), eval=str(path), shuffle_labels=True, max_rows=30)
+    config = RunConfig(dataset=dataset, loss=LossConfig(name="pointwise"))
+    groups, bad = read_split(config, "eval")
+    assert [group.documents for group in groups] == [(("p",), ("n",))] * 20
+    assert {row.reason for row in bad} == {"no negatives"}
+    assert len(read_split(config, "train")[0]) == 30
+    assert read_split(RunConfig(dataset=DatasetConfig(name="jsonl", train=str(path))), "eval") == ([], [])
+
+
+@pytest.mark.parametrize("value", [None, "", "missing.jsonl", "."])
+def test_a_file_that_is_not_there_is_a_config_error(folder: Path, monkeypatch: pytest.MonkeyPatch, value: Any) -> None:
+    monkeypatch.chdir(folder)
+    with pytest.raises(ConfigError, match=r"dataset\.train") as caught:
+        read_groups(DatasetConfig(name="jsonl", train=value), "train", seed=1)
+    assert caught.value.problems[0].tries == ("dataset.train=FILE.jsonl",)

@@ -1,0 +1,115 @@
+"""The check before ranks start: every bad row and picture named, the policy kept, no torch imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image as Pillow
+
+from launcher.errors import ConfigError
+from launcher.spec import BatchConfig, DatasetConfig, LossConfig, RunConfig
+from launcher.training.check import main, usable_groups
+
+
+class Plan:
+    """The two fields of a plan that the check reads."""
+
+    def __init__(self, run_dir: Path, **dataset: Any) -> None:
+        self.run_dir = str(run_dir)
+        options = {"name": "jsonl"} | dataset
+        loss = LossConfig(name="listwise")
+        self.config = RunConfig(dataset=DatasetConfig(**options), loss=loss, batch=BatchConfig(global_size=2))
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """Four good rows, one with a truncated picture, one with a strip, one cut line, one without negatives."""
+    Pillow.effect_noise((256, 256), 50).save(tmp_path / "whole.jpg")
+    data = (tmp_path / "whole.jpg").read_bytes()
+    (tmp_path / "cut.jpg").write_bytes(data[: len(data) // 2])
+    Pillow.new("RGB", (201, 1)).save(tmp_path / "strip.png")
+    good = {"query": "q", "positives": [{"image": "whole.jpg"}], "negatives": ["n", "n"]}
+    lines = [json.dumps({**good, "id": f"good{i}"}) for i in range(4)]
+    lines.append(json.dumps({**good, "id": "cut", "negatives": [{"image": "cut.jpg"}]}))
+    lines.append(json.dumps({**good, "id": "strip", "query": {"image": "strip.png"}}))
+    lines.append(json.dumps({**good, "id": "alone", "negatives": []}))
+    lines.append('{"query": "q"')
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_bad_rows_stop_the_run(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan: Any = Plan(tmp_path, train=str(rows))
+    assert main(plan) == 2
+    _, err = capsys.readouterr()
+    assert "4 of 8 rows of dataset.train=" in err
+    assert "2 unreadable image" in err
+    assert f"{rows}:5  id cut  unreadable image: {tmp_path}/cut.jpg: image file is truncated" in err
+    assert f"{rows}:6  id strip  unreadable image: {tmp_path}/strip.png: 201 x 1 px" in err
+    assert f"{rows}:7  id alone  no negatives" in err
+    assert f"{rows}:8  id 8  not JSON: " in err
+    assert "     try  dataset.on_bad=skip" in err
+    with pytest.raises(ConfigError):
+        usable_groups(plan, "train")
+
+
+def test_bad_rows_are_skipped_and_counted(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan: Any = Plan(tmp_path, train=str(rows), eval=str(rows), on_bad="skip")
+    assert main(plan) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.splitlines()[0] == (
+        "train 4 rows, 8 documents, 1 distinct images, 4 repeated documents dropped, "
+        "4 bad rows (2 unreadable image, 1 no negatives, 1 not JSON)"
+    )
+    assert [group.id for group in usable_groups(plan, "train")] == [f"good{i}" for i in range(4)]
+    listed = json.loads((tmp_path / "bad_rows.json").read_text())
+    assert [(row["split"], row["id"]) for row in listed if row["split"] == "eval"] == [
+        ("eval", name) for name in ("alone", "8", "cut", "strip")
+    ]
+
+
+@pytest.mark.parametrize(("text", "message"), [("", "has no rows"), ('{"query": "q"}\n', "1 of 1 rows")])
+def test_nothing_usable_is_an_error_even_when_skipping(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(text)
+    plan: Any = Plan(tmp_path, train=str(tmp_path / "rows.jsonl"), on_bad="skip")
+    assert main(plan) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert "on_bad=skip" not in err
+
+
+def test_many_bad_rows_are_counted_and_twenty_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}\n" * 500)
+    plan: Any = Plan(tmp_path / "absent", train=str(tmp_path / "rows.jsonl"))
+    assert main(plan) == 2
+    err = capsys.readouterr().err
+    assert err.count("unknown format: its keys") == 20
+    assert "and 480 more" in err
+
+
+def test_the_check_needs_no_torch() -> None:
+    code = (
+        "import sys; import launcher.training.check as check; from launcher.training.digits import read_digits; "
+        "groups = read_digits('eval', seed=1); check._check_images(groups, []); "
+        "print([name for name in ('torch', 'transformers', 'deepspeed') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_digits_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan: Any = Plan(tmp_path, name="digits", format="digits")
+    assert main(plan) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "train 6,400 rows, 51,200 documents, 1,352 distinct images",
+        "eval  256 rows, 2,048 documents, 444 distinct images",
+    ]

@@ -1,0 +1,269 @@
+"""Whole plans: golden texts, what is chosen and why, and every problem that stops one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.errors import ConfigError, Problem
+from launcher.fingerprint import fingerprint
+from launcher.planning.describe import WIDTH, describe
+from launcher.planning.facts import Resume, TextFile
+from launcher.planning.plan import make_plan
+from launcher.resources import conf_dir
+from launcher.spec import plan_from_json, plan_to_json
+from tests.planning_support import GIB, NOW, compose, gpus, hostfile, known, plan
+
+GOLDEN = Path(__file__).parent / "golden"
+UPDATE = os.environ.get("UPDATE_GOLDEN") == "1"  # accept the new texts on purpose, then read the diff
+
+JSONL = ("dataset=jsonl", "dataset.train=/data/train.jsonl", "dataset.eval=/data/eval.jsonl")
+PLANS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "digits": ((), {}),
+    "assumed_hosts": (("model=qwen3_vl_reranker_8b", "zero=stage3", "nodes=2"), {}),
+    "hostfile": (
+        ("model=qwen3_vl_reranker_8b", "zero=stage3", "nodes=2", "cluster.hostfile=hostfiles/example"),
+        {"hostfile": hostfile("example")},
+    ),
+    "lora_two_gpus": (
+        ("experiment=reranker_lora", *JSONL[1:], "gpus=2", "env.set.HF_TOKEN=hf_secret", "env.set.NCCL_DEBUG=INFO"),
+        {"gpus": gpus(4), "cpu_count": 64, "train_rows": 51200, "eval_rows": 800, "weights_on_disk": True},
+    ),
+    "full_fields": (
+        ("model=qwen3_vl_2b", "tune=full", "zero=stage2", *JSONL, "cluster.gpu=a100_80g", "cluster.master_port=29501"),
+        {"hostfile": hostfile("example_fields"), "eval_rows": 10},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_golden_plans(name: str) -> None:
+    words, facts = PLANS[name]
+    text = describe(plan(*words, **facts)) + "\n"
+    path = GOLDEN / f"{name}.txt"
+    if UPDATE:
+        path.write_text(text)
+    assert text == path.read_text()
+    assert "hf_secret" not in text
+    assert max(map(len, text.splitlines())) <= WIDTH
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plans_survive_json(name: str) -> None:
+    words, facts = PLANS[name]
+    made = plan(*words, **facts)
+    assert plan_from_json(plan_to_json(made)) == made
+
+
+def test_the_first_line_says_where_hosts_come_from() -> None:
+    assert describe(plan("nodes=2")).startswith("Warning: no host is known: planned for 2 assumed hosts of 8 GPUs")
+    assert plan("nodes=2").hosts_assumed
+    first = describe(plan(hostfile=hostfile("example"))).splitlines()[0]
+    assert first == "Hosts  hostfiles/example: all 2 hosts"
+    assert not plan(hostfile=hostfile("example")).hosts_assumed
+
+
+@pytest.mark.parametrize("model", sorted(path.stem for path in (conf_dir() / "model").glob("*.yaml")))
+def test_every_model_plans_on_gpus(model: str) -> None:
+    local = {"arch": compose("model=tiny").model.arch} if model == "local" else {}
+    words = ("model.path=/m",) if model == "local" else ()
+    made = plan(f"model={model}", "zero=stage3", "nodes=2", *words, **local)
+    assert made.precision == "bf16"
+    assert made.world_size == 16
+    assert made.batch.max_tokens >= 4096
+    assert sum(made.trainable.values()) > 0
+
+
+def test_hosts_gpus_and_filters() -> None:
+    assert [h.gpus for h in plan(gpus=gpus(4)).hosts] == [(0, 1, 2, 3)]
+    visible = {"gpus": gpus(8)[2:4], "visible_devices": "2,3"}
+    made = plan("gpus=[1]", **visible)
+    assert [h.gpus for h in made.hosts] == [(3,)]
+    assert made.hosts_source == "this machine (CUDA_VISIBLE_DEVICES=2,3)"
+    assert plan("gpus=3").world_size == 3  # ranks, on a machine without a GPU
+    made = plan("cluster.include=worker-2", hostfile=hostfile("example"))
+    assert [h.name for h in made.hosts] == ["worker-2"]
+    assert made.device == "cuda"
+    made = plan("cluster.gpu=t4", "gpus=1")
+    assert (made.hosts_assumed, made.gpu_kind, made.precision) == (True, "t4", "fp32")
+    local = plan(hostfile=TextFile(path="h", text="desk slots=3\n"))
+    assert (local.device, local.world_size, local.env["OMP_NUM_THREADS"]) == ("cpu", 3, "1")
+    assert plan(hostfile=TextFile(path="h", text="desk slots=2\n"), gpus=gpus(2)).gpu_kind == "NVIDIA H200"
+
+
+def test_precision_and_attention_have_reasons() -> None:
+    made = plan(gpus=gpus(1))
+    assert (made.precision, made.precision_reason) == ("bf16", "NVIDIA H200, compute capability 9.0")
+    assert made.attention == "auto"
+    made = plan(gpus=gpus(1, "Tesla T4", 14.7, (7, 5)))
+    assert (made.precision, made.precision_reason) == ("fp32", "compute capability 7.5 has no bf16")
+    made = plan("precision=bf16", "attention=varlen")
+    assert (made.precision, made.attention) == ("bf16", "reference")
+    assert made.attention_reason == "exact, for CPU: varlen needs a GPU"
+    assert plan("attention=sdpa", gpus=gpus(1)).attention == "sdpa"
+
+
+def test_learning_rate_by_what_trains() -> None:
+    assert plan("model=tiny", "tune=lora").lr == 1e-4
+    assert plan("model=tiny", "tune=full").lr == 1e-5
+    assert plan("model=tiny", "tune=lora", "tune.projector=full").lr == 1e-5
+    assert plan("model=tiny", "optim.lr=2e-3").lr == 2e-3
+
+
+def test_steps() -> None:
+    made = plan("model=tiny", *JSONL, "batch.global_size=16", "train.epochs=1.5", train_rows=100).batch
+    assert (made.steps_per_epoch, made.total_steps) == (7, 11)
+    made = plan("model=tiny", *JSONL, "dataset.max_rows=33", "train.epochs=1", train_rows=100).batch
+    assert (made.train_rows, made.total_steps) == (33, 3)
+    made_plan = plan("model=tiny", *JSONL, train_rows=None)
+    assert made_plan.batch.total_steps is None
+    assert made_plan.warmup_steps is None
+    assert "not known: the rows are not counted" in describe(made_plan)
+
+
+def test_memory_decides_micro_batch_and_recomputation() -> None:
+    words = ("model=qwen3_vl_8b", *JSONL, "zero=stage2")
+    large, small = plan(*words, gpus=gpus(1)), plan(*words, gpus=gpus(1, "NVIDIA L40S", 44.7, (8, 9)))
+    assert (large.checkpointed_layers, small.checkpointed_layers) == (0, 36)
+    for made, gib in ((large, 140.4), (small, 44.7)):
+        assert made.batch.max_tokens % 1024 == 0
+        assert made.batch.max_tokens >= 4096
+        assert sum(made.memory.values()) <= 0.9 * gib * GIB
+    tight = plan(*words, gpus=gpus(1, "NVIDIA L4", 22.5, (8, 9)))
+    assert any("GiB a GPU are needed, and 20.2 GiB are usable" in text for text in tight.warnings)
+    fixed = plan(*words, "batch.max_tokens=5000", "memory.gradient_checkpointing=7", gpus=gpus(1))
+    assert (fixed.batch.max_tokens, fixed.checkpointed_layers) == (5000, 7)
+    shards = [plan(*words[:-1], f"zero=stage{s}", "tune=full", gpus=gpus(8)).memory for s in (1, 2, 3)]
+    assert shards[0]["gradients"] > shards[1]["gradients"]
+    assert shards[0]["optimizer"] == shards[1]["optimizer"]
+    assert shards[1]["trained weights"] > 7 * shards[2]["trained weights"]
+
+
+def test_run_folder_names() -> None:
+    assert plan().run_dir == "/home/me/runs/20260102-030405-tiny-full-stage2"
+    taken = ("20260102-030405-tiny-full-stage2", "20260102-030405-tiny-full-stage2-2")
+    assert plan(taken=taken).run_dir.endswith("-tiny-full-stage2-3")
+    assert plan("run.name=mine").run_dir == "/home/me/runs/mine"
+    assert plan("run.dir=/elsewhere/mine").run_dir == "/elsewhere/mine"
+
+
+def resume(*words: str, step: int = 5, changed: tuple[str, ...] = ()) -> Resume:
+    """A checkpoint saved by the run that `words` started."""
+    config = compose(*words, *changed)
+    state = {"step": step, "fingerprint": fingerprint(config, config.model.arch), "notes": ["step-000009 is damaged"]}
+    return Resume(checkpoint="/r/old/checkpoints/step-000005", run_dir="/r/old", state=state)
+
+
+def test_resume_goes_on_in_its_own_folder() -> None:
+    made = plan(resume=resume())
+    assert (made.run_dir, made.resume_from) == ("/r/old", "/r/old/checkpoints/step-000005")
+    assert "step-000009 is damaged" in made.warnings
+    assert plan("run.dir=/r/old", resume=resume(), run_dir_used=True).run_dir == "/r/old"
+
+
+@pytest.mark.parametrize(
+    ("words", "facts", "text", "attempt"),
+    [
+        (("nodes=3",), {"hostfile": hostfile("example")}, "nodes=3, but hostfiles/example has 2 hosts", "nodes=2"),
+        (("gpus=9",), {"hostfile": hostfile("example")}, "gpus=9, but worker-1 has 8 slots", "gpus=8"),
+        (("gpus=3",), {"gpus": gpus(2)}, "gpus=3, but localhost has 2 slots: 0,1", "gpus=2"),
+        (("gpus=2", "cluster.include=worker-1"), {"hostfile": hostfile("example")}, "cannot be combined", "gpus=null"),
+        (("nodes=1", "cluster.exclude=worker-1"), {"hostfile": hostfile("example")}, "combined", "nodes=null"),
+        (
+            (),
+            {"hostfile": TextFile(path="h", text="localhost slots=1\nb slots=1\n")},
+            "127.0.0.1",
+            "cluster.master_addr",
+        ),
+        ((), {"hostfile": TextFile(path="h", text="a slots=1 slot=2\n")}, "unknown field slot", "worker-1 slots=8"),
+        (("cluster.gpu=h1000", "nodes=2"), {}, "cluster.gpu=h1000 is not known", "cluster.gpu="),
+        (
+            ("precision=bf16", "cluster.gpu=t4"),
+            {},
+            "t4 has compute capability 7.5, and bf16 needs 8.0",
+            "precision=fp32",
+        ),
+        (("zero=stage0",), {"gpus": gpus(1)}, "zero stage 0 in bf16", "zero=stage1"),
+        (("model=tiny", "tune=lora", "tune.lora_dropout=0.1"), {}, "would not be exact", "tune.lora_dropout=0"),
+        (("tune=lora", "tune.target_modules='.*qkv'"), {}, "modules of vision", "tune.vision=lora"),
+        (("tune.language=frozen", "tune.vision=frozen", "tune.projector=frozen"), {}, "nothing trains", "tune=lora"),
+        (("model.min_pixels=9000",), {}, "above model.max_pixels=4096", "model.min_pixels=4096"),
+        (
+            ("memory.gradient_checkpointing=5",),
+            {},
+            "the model has 4 decoder layers",
+            "memory.gradient_checkpointing=all",
+        ),
+        (("run.name=mine",), {"run_dir_used": True}, "runs/mine exists and is not empty", "resume="),
+        ((), {"disk_free_bytes": 10**6}, "are free for /home/me/runs", "checkpoint.keep_last=1"),
+        ((), {"resume": resume(changed=("train.seed=7",))}, "train.seed=42, but the checkpoint", "train.seed=7"),
+        ((), {"resume": resume(changed=("tune.vision=frozen",))}, "tune.vision=full", "tune.vision=frozen"),
+        ((), {"resume": resume(step=400)}, "nothing is left to train", "train.max_steps=800"),
+        (("env.set.RANK=1",), {}, "RANK is set for each rank", "remove the variable"),
+        ((), {"env_file": TextFile(path="e", text="A=1\nB\n")}, "'B' has no =", "NAME=VALUE"),
+        ((), {"problems": (Problem("a file is missing", tries=("make it",)),)}, "a file is missing", "make it"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_problems(words: tuple[str, ...], facts: dict[str, Any], text: str, attempt: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(*words, **facts)
+    found = [p for p in caught.value.problems if text in p.text]
+    assert found, caught.value.render()
+    assert any(attempt in line for line in found[0].tries)
+
+
+def test_problems_of_all_kinds_are_told_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(
+            "tune=lora",
+            "nodes=9",
+            "tune.target_modules='.*qkv'",
+            "model.min_pixels=9000",
+            hostfile=hostfile("example"),
+            problems=(Problem("dataset.train=x: no such file", tries=("dataset.train=FILE",)),),
+        )
+    assert len(caught.value.problems) == 5
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "facts", "text"),
+    [
+        (("model=qwen3_vl_2b",), {}, "the data set is digits, because none was named beside model=qwen3_vl_2b"),
+        (("model=qwen3_vl_8b",), {}, "the weights of Qwen/Qwen3-VL-8B-Instruct (17.5 GB) are not on this machine"),
+        (("model=tiny", *JSONL), {"train_rows": 7}, "dataset.train has 7 rows, fewer than batch.global_size=16"),
+        (("gpus=17",), {}, "17 ranks share batch.global_size=16 queries"),
+        (("model=tiny", *JSONL[:2]), {}, "nothing is evaluated, because dataset.eval names no file"),
+        (("model=qwen3_vl_32b", "gpus=2"), {}, "GiB a rank are needed"),
+        (
+            (),
+            {"hostfile": TextFile(path="h", text="desk slots=1\n"), "gpus": gpus(1), "visible_devices": "0"},
+            "CUDA_VISIBLE_DEVICES=0 is not used: h names the GPUs",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_warnings(words: tuple[str, ...], facts: dict[str, Any], text: str) -> None:
+    assert any(text in warning for warning in plan(*words, **facts).warnings)
+
+
+def test_the_demo_has_no_warning() -> None:
+    assert plan().warnings == ()
+
+
+def test_random_weights_of_any_size_need_no_download() -> None:
+    made = plan("model=qwen3_vl_32b", "model.weights=random", *JSONL, "nodes=4", eval_rows=5)
+    assert not any("weights" in warning for warning in made.warnings)
+
+
+def test_a_folders_own_config_replaces_the_table() -> None:
+    arch = compose("model=tiny").model.arch
+    config = compose("model=qwen3_vl_8b", "model.path=/models/mine", *JSONL)
+    made = make_plan(config, known(config, arch=arch, weights_on_disk=True), now=NOW)
+    assert made.parameters == plan().parameters
+    assert made.arch == arch
+    assert made.run_dir.endswith("-mine-lora-stage2")

@@ -1,0 +1,193 @@
+"""What is looked at before a plan: files, rows, GPUs, folders; each failure a problem, all of them together."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from launcher.errors import ConfigError
+from launcher.planning.plan import make_plan
+from launcher.running import facts as facts_module
+from launcher.running.facts import DIGITS_ROWS, gather_facts
+from tests.planning_support import NOW, compose
+
+SMI = """\
+0, GPU-aaaa1111, NVIDIA H200, 143771, 9.0
+1, GPU-bbbb2222, NVIDIA H200, 143771, 9.0
+2, GPU-bbbb3333, NVIDIA H200, 143771, 9.0
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def three_gpus(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine whose `nvidia-smi` lists three GPUs."""
+    tool = here / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text(f"#!/bin/sh\ncat <<'END'\n{SMI}END\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    return here
+
+
+def test_the_demo_needs_nothing(here: Path) -> None:
+    facts = gather_facts(compose())
+    assert facts.problems == ()
+    assert (facts.train_rows, facts.eval_rows) == (DIGITS_ROWS["train"], DIGITS_ROWS["eval"])
+    assert facts.zero_file is not None
+    assert facts.cpu_count >= 1
+    assert list(here.iterdir()) == [], "looking changes nothing"
+
+
+def test_digits_rows_are_those_that_training_makes() -> None:
+    digits = importlib.import_module("launcher.training.digits")
+    assert DIGITS_ROWS == {"train": digits.TRAIN_GROUPS, "eval": digits.EVAL_GROUPS}
+
+
+def test_rows_are_lines_that_hold_something(here: Path) -> None:
+    (here / "t.jsonl").write_text('{"a": 1}\n\n  \r\n{"a": 2}\n{"a": 3}')
+    config = compose("model=tiny", "dataset=jsonl", f"dataset.train={here}/t.jsonl")
+    assert gather_facts(config).train_rows == 3
+
+
+def test_everything_that_is_missing_is_told_together(here: Path) -> None:
+    (here / "empty.jsonl").write_text("\n\n")
+    (here / "latin1.env").write_bytes(b"A=\xe9\n")
+    (here / "model").mkdir()
+    words = [
+        "model=qwen3_vl_2b",
+        f"model.path={here}/model",
+        "dataset=jsonl",
+        f"dataset.train={here}/no.jsonl",
+        f"dataset.eval={here}/empty.jsonl",
+        f"cluster.hostfile={here}/hosts",
+        f"zero.config={here}/zero.json",
+        f"env.file={here}/latin1.env",
+        f"resume={here}/old",
+        f"run.dir={here}/empty.jsonl/run",
+    ]
+    config = compose(*words)
+    with pytest.raises(ConfigError) as caught:
+        make_plan(config, gather_facts(config), now=NOW)
+    text = caught.value.render()
+    for said in (
+        f"dataset.train={here}/no.jsonl: no such file",
+        f"dataset.eval={here}/empty.jsonl has no rows",
+        f"cluster.hostfile={here}/hosts: no such file",
+        f"zero.config={here}/zero.json: no such file",
+        "byte 2 is not UTF-8",
+        f"{here}/model/config.json",
+        "no *.safetensors in it",
+        f"resume={here}/old",
+        "the run folder cannot be made",
+    ):
+        assert said in text
+    assert all(problem.tries for problem in caught.value.problems), text
+
+
+def test_missing_and_broken_model_folders(here: Path) -> None:
+    (here / "model").mkdir()
+    (here / "model" / "config.json").write_text('{\n"a": }')
+    for path, said in (("none", "no such folder"), ("model", "config.json:2: Expecting value")):
+        config = compose("model=tiny", f"model.path={here}/{path}", "model.weights=random")
+        with pytest.raises(ConfigError, match=said):
+            make_plan(config, gather_facts(config), now=NOW)
+
+
+def test_a_model_folder_is_read(here: Path) -> None:
+    arch = compose("model=tiny").model.arch
+    (here / "model").mkdir()
+    (here / "model" / "config.json").write_text(json.dumps(arch))
+    (here / "model" / "model.safetensors").touch()
+    config = compose("model=qwen3_vl_8b", f"model.path={here}/model", "model.weights=pretrained")
+    facts = gather_facts(config)
+    assert facts.arch == arch
+    assert facts.weights_on_disk
+    assert facts.problems == ()
+
+
+def test_weights_in_the_hub_cache_are_found(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(here))
+    config = compose("model=qwen3_vl_reranker_2b")
+    assert not gather_facts(config).weights_on_disk
+    snapshot = here / "models--Qwen--Qwen3-VL-Reranker-2B" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.safetensors").touch()
+    assert gather_facts(config).weights_on_disk
+
+
+def test_hosts_come_from_the_named_file_else_from_hostfiles_default(here: Path) -> None:
+    assert gather_facts(compose()).hostfile is None
+    (here / "hostfiles").mkdir()
+    (here / "hostfiles" / "default").write_text("a slots=2\n")
+    (here / "other").write_text("b slots=2\n")
+    default, other = gather_facts(compose()).hostfile, gather_facts(compose(f"cluster.hostfile={here}/other")).hostfile
+    assert default is not None
+    assert other is not None
+    assert (default.path, default.text) == ("hostfiles/default", "a slots=2\n")
+    assert (other.path, other.text) == ("other", "b slots=2\n")
+
+
+def test_used_run_folders(here: Path) -> None:
+    (here / "runs" / "mine").mkdir(parents=True)
+    assert not gather_facts(compose(f"run.dir={here}/runs/mine")).run_dir_used
+    (here / "runs" / "mine" / "plan.json").touch()
+    facts = gather_facts(compose(f"run.dir={here}/runs/mine"))
+    assert facts.run_dir_used
+    config = compose(f"run.root={here}/runs", "run.name=mine")
+    with pytest.raises(ConfigError, match="exists and is not empty"):
+        make_plan(config, gather_facts(config), now=NOW)
+    assert gather_facts(compose(f"run.root={here}/runs")).taken == ("mine",)
+
+
+def test_gpus_of_nvidia_smi(three_gpus: Path) -> None:
+    facts = gather_facts(compose())
+    assert [gpu.index for gpu in facts.gpus] == [0, 1, 2]
+    assert facts.gpus[0].capability == (9, 0)
+    assert facts.gpus[0].memory_bytes == 143771 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("visible", "indices"),
+    [("2,0", [2, 0]), ("", []), ("GPU-bbbb2222", [1]), ("GPU-aaaa", [0]), (" 1 , 2 ", [1, 2])],
+)
+def test_visible_devices(three_gpus: Path, monkeypatch: pytest.MonkeyPatch, visible: str, indices: list[int]) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    facts = gather_facts(compose())
+    assert ([gpu.index for gpu in facts.gpus], facts.visible_devices) == (indices, visible)
+    assert facts.problems == ()
+
+
+@pytest.mark.parametrize("visible", ["7", "GPU-bbbb", "MIG-1234", "1,x"])
+def test_visible_devices_that_are_not_here(three_gpus: Path, monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    (problem,) = gather_facts(compose()).problems
+    assert f"CUDA_VISIBLE_DEVICES={visible}" in problem.text
+    assert problem.text.endswith("is none of this machine's GPUs, 0, 1, 2")
+
+
+def test_gpus_without_nvidia_smi(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(here))
+    monkeypatch.setattr(facts_module, "PROC_GPUS", here / "gpus")
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    assert gather_facts(compose()).gpus == ()
+    for minor, slot in ((1, "0000:02:00.0"), (0, "0000:01:00.0")):
+        folder = here / "gpus" / slot
+        folder.mkdir(parents=True)
+        text = f"Model: \t\t NVIDIA L4\nIRQ:   \t\t 24\nGPU UUID: \t GPU-{minor}\nDevice Minor: \t {minor}\n"
+        (folder / "information").write_text(text)
+    facts = gather_facts(compose())
+    assert [(gpu.index, gpu.name) for gpu in facts.gpus] == [(0, "NVIDIA L4"), (1, "NVIDIA L4")]
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert gather_facts(compose()).gpus == ()

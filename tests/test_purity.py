@@ -1,0 +1,116 @@
+"""The planes do not mix: who may import whom, read from the source and seen in real processes."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+PACKAGE = REPO / "launcher"
+HEAVY = {"torch", "torchvision", "deepspeed", "transformers", "peft", "datasets"}
+SHARED = {f"launcher.{file.stem}" for file in PACKAGE.glob("*.py") if not file.stem.startswith("__")}
+
+# Plane -> modules (by prefix) that its files never import, not even inside a function.
+FORBIDDEN = {
+    "planning": HEAVY | {"launcher.training", "launcher.running.supervise", "launcher.__main__"},
+    "running": HEAVY | {"launcher.training", "launcher.__main__"},
+    "training": {"hydra", "omegaconf", "launcher.planning", "launcher.running", "launcher.__main__"},
+}
+
+
+def module_name(file: Path) -> str:
+    """`launcher/planning/zero.py` -> `launcher.planning.zero`."""
+    parts = file.relative_to(REPO).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(file: Path) -> set[str]:
+    """Every module that a file imports, at any depth; `from a import b` counts as `a` and `a.b`."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = module_name(file).split(".")
+            if file.name != "__init__.py":
+                package = package[:-1]
+            base = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*base, node.module] if node.module else base)
+            found.add(origin)
+            found.update(f"{origin}.{alias.name}" for alias in node.names)
+    return found
+
+
+def under(module: str, prefixes: set[str]) -> bool:
+    """Whether `module` is one of `prefixes` or inside one."""
+    return any(module == prefix or module.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def source_files(*folders: str) -> list[Path]:
+    """The package's Python files, of some folders or of all."""
+    roots = [PACKAGE / folder for folder in folders] if folders else [PACKAGE]
+    return sorted(file for root in roots for file in root.rglob("*.py"))
+
+
+@pytest.mark.parametrize("plane", sorted(FORBIDDEN))
+def test_a_plane_imports_nothing_that_is_forbidden_to_it(plane: str) -> None:
+    files = source_files(plane)
+    assert len(files) > 3  # the test looks at something
+    wrong = {
+        str(file.relative_to(REPO)): sorted(bad)
+        for file in files
+        if (bad := {module for module in imports(file) if under(module, FORBIDDEN[plane])})
+    }
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("name", sorted(SHARED))
+def test_what_both_planes_share_uses_the_standard_library_only(name: str) -> None:
+    file = PACKAGE / f"{name.removeprefix('launcher.')}.py"
+    allowed = set(sys.stdlib_module_names) | SHARED | {"launcher.__version__"}
+    assert {module for module in imports(file) if not under(module, allowed)} <= {"launcher"}
+
+
+def test_nothing_imports_the_entry_points() -> None:
+    entries = {"launcher.__main__", "launcher.training.__main__"}
+    assert [str(file) for file in source_files() if any(under(module, entries) for module in imports(file))] == []
+
+
+def loaded_after(statement: str) -> set[str]:
+    """Top-level packages and our own modules in a new interpreter after `statement`."""
+    code = f"{statement}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("plane", ["planning", "running"])
+def test_importing_a_whole_plane_loads_nothing_heavy(plane: str) -> None:
+    names = [module_name(file) for file in source_files(plane) if file.name != "__main__.py"]
+    modules = loaded_after("\n".join(f"import {name}" for name in names))
+    assert set(names) <= modules
+    assert {module for module in modules if under(module, HEAVY | {"launcher.training"})} == set()
+
+
+def test_the_agent_and_the_data_check_load_little() -> None:
+    third_party = HEAVY | {"hydra", "omegaconf", "rich", "yaml", "numpy"}
+    modules = loaded_after("import launcher.running.agent")
+    assert {module for module in modules if under(module, third_party)} == set()
+    modules = loaded_after("import launcher.training.check")
+    assert {module for module in modules if under(module, {"torch", "deepspeed", "hydra", "omegaconf"})} == set()
+
+
+def test_plan_answers_without_torch(tmp_path: Path) -> None:
+    """In a real process: any import of a heavy package would fail."""
+    for name in HEAVY:
+        (tmp_path / f"{name}.py").write_text(f"raise ImportError('plan imported {name}')\n")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPO)])}
+    command = [sys.executable, "-m", "launcher", "plan", "model=qwen3_vl_reranker_8b", "zero=stage3", "nodes=2"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "qwen3_vl_reranker_8b" in done.stdout

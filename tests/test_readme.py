@@ -1,0 +1,98 @@
+"""The README's commands do what it says.
+
+A comment before a fenced block says how it is tested: `<!-- run -->` runs each line as it stands,
+`<!-- plan -->` plans it (the run itself takes weights or hours), `<!-- refused -->` is a command with the
+whole message that refuses it, `<!-- file: NAME -->` is a file that the commands read. `make` targets and paths named anywhere must exist.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+PAGES = ("README.md", "CONTRIBUTING.md")
+README = (REPO / "README.md").read_text(encoding="utf-8")
+BLOCK = re.compile(r"<!-- (?P<mark>[^>]+) -->\n```\w+\n(?P<body>.*?)```", re.DOTALL)
+
+
+def blocks(mark: str) -> list[str]:
+    """Bodies of the blocks whose comment starts with `mark`."""
+    return [found["body"] for found in BLOCK.finditer(README) if found["mark"].split(":")[0] == mark]
+
+
+def commands(mark: str) -> list[str]:
+    """Lines of the blocks marked `mark`."""
+    return [line for body in blocks(mark) for line in body.splitlines() if line.strip()]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the README's example files and the image that they name."""
+    from PIL import Image
+
+    for found in BLOCK.finditer(README):
+        kind, _, name = found["mark"].partition(": ")
+        if kind == "file":
+            (tmp_path / name).write_text(found["body"], encoding="utf-8")
+    Image.new("RGB", (64, 64), "red").save(tmp_path / "bike.png")
+    return tmp_path
+
+
+def run(line: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run one `python ...` line of the README."""
+    program, *arguments = shlex.split(line, comments=True)
+    assert program == "python"
+    return subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def test_the_readme_has_commands_to_test() -> None:
+    assert len(commands("run")) >= 4
+    assert len(commands("plan")) >= 3
+    assert len(blocks("file")) >= 2
+
+
+@pytest.mark.parametrize("line", commands("run"))
+def test_a_quick_command_succeeds(line: str, folder: Path) -> None:
+    done = run(line, folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("line", commands("plan"))
+def test_a_run_plans(line: str, folder: Path) -> None:
+    done = run(line.replace("-m launcher", "-m launcher plan", 1), folder)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("body", blocks("refused"))
+def test_a_wrong_command_is_refused_in_these_words(body: str, folder: Path) -> None:
+    line, message = body.split("\n", 1)
+    done = run(line.removeprefix("$ "), folder)
+    assert done.returncode == 2
+    assert done.stderr == message
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_make_targets_exist(page: str) -> None:
+    targets = set(re.findall(r"(?:^|`)make ([a-z-]+)", (REPO / page).read_text(encoding="utf-8"), re.MULTILINE))
+    assert targets
+    rules = set(re.findall(r"^([a-z-]+):", (REPO / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert targets <= rules
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_named_exist(page: str) -> None:
+    named = set(re.findall(r"`((?:launcher|conf|ds_configs|hostfiles|tests)/[\w./-]*)`", (REPO / page).read_text()))
+    assert named
+    assert [name for name in sorted(named) if not (REPO / name).exists() and "NAME" not in name] == []
+
+
+def test_every_group_is_in_the_table() -> None:
+    groups = {entry.name for entry in (REPO / "conf").iterdir() if entry.is_dir()}
+    assert groups - set(re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE)) == set()

@@ -1,0 +1,160 @@
+"""Which checkpoint `resume=` means: whole, damaged, unfinished and missing ones."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from launcher.errors import ConfigError
+from launcher.fingerprint import fingerprint, misfits
+from launcher.rundir import RunDir, complete_checkpoints, damages, file_entry, folder_bytes, resolve_resume
+from launcher.spec import BatchConfig, ModelConfig, RunConfig, TuneConfig
+from launcher.training.checkpoint import rotate
+
+
+def make_checkpoint(run: RunDir, step: int, serial: int | None = None) -> Path:
+    """A folder as `save` writes it; the tensors' content does not matter here."""
+    folder = run.checkpoint(step)
+    folder.mkdir(parents=True)
+    (folder / "part-00001-of-00001.safetensors").write_bytes(b"weights" * 100)
+    (folder / "rng.json").write_text("[]")
+    files = {file.name: file_entry(file) for file in folder.iterdir()}
+    text = json.dumps({"format": 1, "step": step, "serial": serial or step, "files": files})
+    (folder / "state.json").write_text(text)
+    (folder / "COMPLETE").write_text(hashlib.sha256(text.encode()).hexdigest() + "\n")
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    make_checkpoint(run, 200)
+    make_checkpoint(run, 400)
+    return run
+
+
+def test_a_run_means_its_last_checkpoint(run):
+    for where in (run.path, run.checkpoints, run.checkpoint(400)):
+        folder, state = resolve_resume(where)
+        assert folder == run.checkpoint(400)
+        assert (state["step"], state["notes"]) == (400, [])
+    assert resolve_resume(run.checkpoint(200))[1]["step"] == 200
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-3])
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGE = [
+    (cut, "part-00001-of-00001.safetensors"),
+    (flip, "part-00001-of-00001.safetensors"),
+    (lambda file: file.write_bytes(b""), "part-00001-of-00001.safetensors"),
+    (Path.unlink, "rng.json"),
+    (cut, "state.json"),
+    (lambda file: file.write_bytes(b"\0" * 50), "state.json"),
+    (Path.unlink, "state.json"),
+    (lambda file: file.write_bytes(b"\xff\0"), "COMPLETE"),
+]
+
+
+@pytest.mark.parametrize(("harm", "name"), DAMAGE)
+def test_a_damaged_checkpoint_is_passed_over_with_the_file_named(run, harm, name):
+    harm(run.checkpoint(400) / name)
+    assert damages(run.checkpoint(400))
+    folder, state = resolve_resume(run.path)
+    assert folder == run.checkpoint(200)
+    (note,) = state["notes"]
+    assert "step-000400 is damaged and is passed over" in note
+    assert (name if name != "COMPLETE" else "state.json") in note
+
+
+@pytest.mark.parametrize(("harm", "name"), DAMAGE)
+def test_a_damaged_checkpoint_named_on_purpose_is_refused_and_the_previous_offered(run, harm, name):
+    harm(run.checkpoint(400) / name)
+    with pytest.raises(ConfigError) as caught:
+        resolve_resume(run.checkpoint(400))
+    text = str(caught.value)
+    assert (name if name != "COMPLETE" else "state.json") in text
+    assert f"     try  resume={run.checkpoint(200)}\n" in text
+
+
+def test_a_save_that_was_cut_short_is_passed_over(run):
+    (run.checkpoint(600)).mkdir()  # renamed, but not marked
+    (run.checkpoints / ".step-000800.tmp-x").mkdir()
+    folder, state = resolve_resume(run.path)
+    assert folder == run.checkpoint(400)
+    assert [Path(note.split()[0]).name for note in state["notes"]] == [".step-000800.tmp-x", "step-000600"]
+    with pytest.raises(ConfigError, match="the save did not finish"):
+        resolve_resume(run.checkpoint(600))
+
+
+def test_resume_never_means_a_fresh_start(run, tmp_path):
+    empty, file = tmp_path / "empty", tmp_path / "file"
+    empty.mkdir()
+    file.write_text("x")
+    for where, text in (
+        (tmp_path / "none", "no such folder"),
+        (file, "not a folder"),
+        (empty, "no whole checkpoint"),
+    ):
+        with pytest.raises(ConfigError, match=text) as caught:
+            resolve_resume(where)
+        assert "try  leave resume out" in str(caught.value)
+    for step in (200, 400):
+        (run.checkpoint(step) / "rng.json").unlink()
+    with pytest.raises(ConfigError) as caught:
+        resolve_resume(run.path)
+    assert str(caught.value).count("rng.json is missing") == 2
+
+
+def test_after_resuming_from_an_earlier_step_the_new_continuation_is_the_last(run):
+    shutil.rmtree(run.checkpoint(200))
+    make_checkpoint(run, 300, serial=401)
+    assert complete_checkpoints(run) == [run.checkpoint(400), run.checkpoint(300)]
+    assert resolve_resume(run.path)[0] == run.checkpoint(300)
+    assert rotate(run, keep_last=1, best_step=None) == [run.checkpoint(400)]
+
+
+def test_rotation_keeps_the_last_and_the_best(run):
+    for step in (600, 800, 1000):
+        make_checkpoint(run, step)
+    assert rotate(run, keep_last=2, best_step=400) == [run.checkpoint(200), run.checkpoint(600)]
+    assert [folder.name for folder in complete_checkpoints(run)] == ["step-000400", "step-000800", "step-001000"]
+    assert rotate(run, keep_last=9, best_step=None) == []
+    assert not run.checkpoint(200).exists()
+
+
+def test_size_of_a_folder(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x").write_bytes(b"12345")
+    (tmp_path / "y").write_bytes(b"123")
+    assert folder_bytes(tmp_path) == 8
+
+
+def test_fingerprint_names_what_differs_and_what_to_type():
+    def config(**parts) -> RunConfig:
+        return RunConfig(**{"model": ModelConfig(name="tiny", path="/a/base"), **parts})
+
+    arch = {"hidden_size": 8, "dtype": "float32"}
+    saved = json.loads(json.dumps(fingerprint(config(), arch)))
+    moved = config(model=ModelConfig(name="tiny", path="/elsewhere/base"))
+    assert misfits(saved, fingerprint(moved, {**arch, "dtype": "bfloat16"}), "C") == []
+    other = config(tune=TuneConfig(name="lora", r=16, target_modules="x"), batch=BatchConfig(global_size=8))
+    problems = misfits(saved, fingerprint(other, {**arch, "hidden_size": 16}), "C")
+    assert [p.tries[0] for p in problems] == [
+        "the checkpoint's own model",
+        "tune.r=8",
+        "tune.target_modules=null",
+        "batch.global_size=16",
+    ]
+    assert problems[1].text == "tune.r=16, but the checkpoint was saved with tune.r=8"

@@ -1,0 +1,158 @@
+"""Whole runs of small rank programs under a real supervisor, through every way in which one can end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from running_support import deepspeed, running, stand_in, wait_until
+
+from launcher.running.agent import find_run
+
+
+def test_done_ends_with_the_table_before_and_after(runs: Path) -> None:
+    with running(runs, stand_in("steps=5")) as run:
+        code, text, outcome = run.end()
+    assert code == 0
+    assert (outcome["status"], outcome["exit_code"], outcome["steps"], outcome["failures"]) == ("done", 0, 5, [])
+    assert outcome["eval"]["before"]["eval/ndcg@10"] == 0.49
+    assert outcome["eval"]["after"]["eval/ndcg@10"] == 0.97
+    table = text[text.index("\ndone\n") :]
+    assert [line.split() for line in table.splitlines()[2:4]] == [
+        ["before", "end", "(step", "5)"],
+        ["ndcg@10", "0.4900", "0.9700"],
+    ]
+    assert "step 5/5" in text
+
+
+def test_rank_that_raises_is_named_with_its_traceback(runs: Path) -> None:
+    with running(runs, deepspeed("1:raise")) as run:
+        code, text, outcome = run.end()
+    assert code == 4
+    assert outcome["status"] == "failed"
+    first = outcome["first_failure"]
+    assert (first["rank"], first["host"], first["exit_code"]) == (1, "localhost", 4)
+    assert first["error"]["type"] == "ValueError"
+    end = text[text.index("rank 1 on localhost failed") :]
+    assert end.startswith("rank 1 on localhost failed: ValueError: row 7 has no positive document\n")
+    assert 'raise ValueError("row 7 has no positive document")' in end
+    assert str(run.dir.log("localhost", 1).name) in end
+
+
+def test_killed_rank_is_told_with_the_likely_cause(runs: Path) -> None:
+    with running(runs, deepspeed()) as run:
+        pids = run.training()
+        os.kill(pids[1], signal.SIGKILL)
+        begun = time.monotonic()
+        code, text, outcome = run.end()
+    assert time.monotonic() - begun < 10
+    assert code == 4
+    first = outcome["first_failure"]
+    assert (first["rank"], first["signal"], first["exit_code"]) == (1, signal.SIGKILL, None)
+    assert "rank 1 on localhost died of SIGKILL: killed, most likely by the kernel for lack of host memory" in text
+
+
+def test_killed_node_launcher_is_told(runs: Path) -> None:
+    with running(runs, deepspeed("0:killparent")) as run:
+        code, text, outcome = run.end()
+    assert code == 4
+    assert [failure["rank"] for failure in outcome["failures"]] == [None]
+    assert "DeepSpeed's node launcher on localhost died of SIGKILL" in text
+
+
+def test_config_error_of_a_rank_is_code_2_without_a_traceback(runs: Path) -> None:
+    with running(runs, stand_in("0:config")) as run:
+        code, text, _ = run.end()
+    assert code == 2
+    assert "dataset.max_length=4 is shorter than the prompt" in text
+    assert "Traceback" not in text
+
+
+def test_rank_that_leaves_early_is_a_failure(runs: Path) -> None:
+    with running(runs, stand_in("1:exit0")) as run:
+        code, text, outcome = run.end()
+    assert code == 4
+    assert outcome["first_failure"]["rank"] == 1
+    assert "rank 1 on localhost left with exit code 0 at step" in text
+
+
+def test_failure_before_the_log_is_open_shows_the_node_log(runs: Path) -> None:
+    with running(runs, stand_in("1:die")) as run:
+        code, text, outcome = run.end()
+    assert code == 4
+    assert "no such library" in text
+    assert outcome["first_failure"]["log"] == str(run.dir.node_log("localhost"))
+
+
+def test_crash_after_everything_was_done_is_a_note(runs: Path) -> None:
+    with running(runs, stand_in("steps=4", "1:abort")) as run:
+        code, text, outcome = run.end()
+    assert (code, outcome["status"]) == (0, "done")
+    assert "rank 1 crashed while it left, after all was done" in text
+
+
+def test_node_launcher_that_cannot_start_is_the_machine(runs: Path) -> None:
+    with running(runs, [sys.executable, "-m", "no_such_module"]) as run:
+        code, text, _ = run.end()
+    assert code == 3
+    assert "No module named no_such_module" in text
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)],
+    ids=str,
+)
+def test_signal_stops_and_saves(runs: Path, number: signal.Signals, code: int) -> None:
+    with running(runs, stand_in()) as run:
+        run.training()
+        run.process.send_signal(number)
+        ended, text, outcome = run.end()
+    assert ended == code
+    assert (outcome["status"], outcome["exit_code"], outcome["failures"]) == ("stopped", code, [])
+    assert Path(outcome["last_checkpoint"], "COMPLETE").exists()
+    assert "python -m launcher resume" in text
+
+
+def test_second_signal_ends_at_once(runs: Path) -> None:
+    with running(runs, stand_in("1:deaf"), stop_grace_s=600.0) as run:
+        run.training()
+        run.process.send_signal(signal.SIGINT)
+        time.sleep(1)
+        run.process.send_signal(signal.SIGINT)
+        code, _, outcome = run.end(timeout_s=10)
+    assert (code, outcome["status"]) == (130, "interrupted")
+
+
+def test_killed_supervisor_leaves_nobody(runs: Path) -> None:
+    with running(runs, stand_in("1:helper")) as run:
+        run.training()
+        run.process.kill()
+        wait_until(lambda: not find_run(run.order["run_id"]), 15, "no process is left")
+        assert not run.dir.outcome.exists()
+        assert json.loads(run.dir.rank(0).read_text())["state"] == "stopped"  # they saved
+
+
+def test_lost_agent_is_told_and_leaves_nobody(runs: Path) -> None:
+    with running(runs, stand_in("1:helper")) as run:
+        run.training()
+        parents = {p.parent for p in find_run(run.order["run_id"])}
+        launcher = next(p for p in find_run(run.order["run_id"]) if p.pid in parents)
+        os.kill(launcher.parent, signal.SIGKILL)
+        code, text, _ = run.end()
+    assert code == 4
+    assert "agent" in text
+
+
+def test_terminal_that_goes_away_does_not_end_the_run_badly(runs: Path) -> None:
+    with running(runs, stand_in("steps=40")) as run:
+        run.training()
+        assert run.process.stdout is not None
+        run.process.stdout.close()
+        assert run.process.wait(timeout=60) == 0
+        assert json.loads(run.dir.outcome.read_text())["status"] == "done"
