@@ -76,7 +76,7 @@ class RunDir:
         return self.path / "ranks"
 
     def rank(self, rank: int) -> Path:
-        """State of one rank, see `launcher.training.runtime.RankStatus`."""
+        """State of one rank, see `launcher.training.rankstatus`."""
         return self.ranks / f"{rank}.json"
 
     @property

@@ -99,7 +99,9 @@ def test_the_script_gives_back_every_word(value: str, folder: str, tmp_path: Pat
         f"#!{sys.executable}\nimport json, os, sys\nprint(json.dumps([sys.argv[1:], os.environ['VALUE']]))\n"
     )
     (tmp_path / "deepspeed").chmod(0o755)
-    ran = subprocess.run(["sh", str(script)], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        ["/bin/sh", str(script)], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=True
+    )
     argv, seen = json.loads(ran.stdout)
     assert argv == list(made.commands["localhost"][1:])
     assert seen == value

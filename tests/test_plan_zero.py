@@ -11,17 +11,8 @@ import pytest
 from launcher.errors import ConfigError
 from launcher.planning.facts import TextFile
 from launcher.planning.zero import NEVER, Trained, finish_zero
-from launcher.planning.zero_lint import (
-    BF16_KEYS,
-    FP16_ONLY,
-    OFFLOAD_KEYS,
-    OWNED_KEYS,
-    PASSED_KEYS,
-    ZERO_KEYS,
-    Settings,
-    batch_error,
-    parse_json,
-)
+from launcher.planning.zero_keys import BF16_KEYS, FP16_ONLY, OFFLOAD_KEYS, OWNED_KEYS, PASSED_KEYS, ZERO_KEYS
+from launcher.planning.zero_lint import Settings, batch_error, parse_json
 from launcher.resources import ds_configs_dir
 from launcher.spec import BatchConfig, OptimConfig, RunConfig
 

@@ -2,7 +2,8 @@
 
 A comment before a fenced block says how it is tested: `<!-- run -->` runs each line as it stands,
 `<!-- plan -->` plans it (the run itself takes weights or hours), `<!-- refused -->` is a command with the
-whole message that refuses it, `<!-- file: NAME -->` is a file that the commands read. `make` targets and paths named anywhere must exist.
+whole message that refuses it, `<!-- file: NAME -->` is a file that the commands read. `make` targets
+and paths named anywhere must exist.
 """
 
 from __future__ import annotations

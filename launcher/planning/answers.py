@@ -125,6 +125,7 @@ def _suggestion(name: str, raw: str, options: Options) -> tuple[str, tuple[str, 
     if known and not (inside and same_leaf):
         template, remark = known
         return remark, (_filled(template, raw, options),) if template else ()
+    name = re.sub(r"^nccl[./](\w+)$", lambda found: f"NCCL_{found.group(1).upper()}", name)
     if re.fullmatch(r"[A-Z][A-Z0-9]*_[A-Z0-9_]+", name):
         return "variables of the ranks are set with env.set", (spelled(f"env.set.{name}", raw, options),)
     group = keys.nearest(dotted, options, cutoff=0.75) if "." not in dotted else None
@@ -146,6 +147,12 @@ def for_unknown_key(key: str, word: str, raw: str, options: Options) -> Problem:
     remark, tries = _suggestion(key, raw, options)
     text = f"{word}: there is no key {key}" + (f"; {remark}" if remark else "")
     return Problem(text, tries=tries or (_no_match(key, options),) if not remark or tries else ())
+
+
+def for_option_name(key: str, word: str, raw: str, options: Options) -> Problem:
+    """GROUP.name=OPTION, which would change the name and nothing else."""
+    group = key.partition(".")[0]
+    return Problem(f"{word}: an option is chosen with {group}=OPTION", tries=(spelled(group, raw, options),))
 
 
 def for_flag(flag: str, name: str, word: str, raw: str, options: Options) -> Problem:

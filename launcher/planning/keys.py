@@ -93,6 +93,12 @@ def is_mapping(key: str) -> bool:
     return typing.get_origin(base(kind_of(key))) is dict
 
 
+def names_option(key: str) -> bool:
+    """Whether `key` is the name that the files of a group give their option: it is chosen by GROUP=OPTION."""
+    group, _, name = key.partition(".")
+    return name == "name" and group in groups()
+
+
 def options(folders: Sequence[Path]) -> dict[str, tuple[str, ...]]:
     """Group -> its options, over all configuration folders."""
     return {
@@ -141,7 +147,7 @@ def nearest_option(word: str, group: str, names: Sequence[str], synonyms: Mappin
 def meant_keys(word: str) -> tuple[str, ...]:
     """The keys that an unknown `word` probably means, best first; all that end in it when several do."""
     word = word.replace("/", ".").strip(".")
-    every = kinds()
+    every = [key for key in kinds() if not names_option(key)]
     if word in every:
         return (word,)
     last = word.rsplit(".", 1)[-1]

@@ -122,6 +122,8 @@ def _read_override(line: CommandLine, word: str) -> None:
     elif key in line.options:
         line.words.setdefault(key, []).append(word)
         _read_choice(line, key, raw)
+    elif keys.names_option(key):
+        line.refuse(answers.for_option_name(key, word, raw, line.options), key)
     elif keys.kind_of(key) is not None:
         line.words.setdefault(key, []).append(word)
         _read_value(line, key, raw)
@@ -173,6 +175,8 @@ def _misread(key: str, raw: str) -> Problem | None:
     text, literal = keys.is_text(key), key.startswith("env.set.")
     if not raw.strip() and not literal:
         return Problem(f"{key}={raw} has no value (an unset shell variable?)", tries=(answers.example(key),))
+    if "\n" in raw:  # a run's words are recorded one a line
+        return Problem(f"{key}: a value is one line", tries=(f"{key}=VALUE",))
     if raw == "None":
         return _none(key)
     if not parsed.quoted:
@@ -193,9 +197,7 @@ def _none(key: str) -> Problem:
 
 
 def _unfinished(key: str, raw: str, parsed: grammar.Parsed) -> Problem | None:
-    """A value that looks cut off: by a line break, a backslash, a comma, or a quote that is not closed."""
-    if "\n" in raw:
-        return Problem(f"{key}: a value is one line", tries=(f"{key}=VALUE",))
+    """A value that looks cut off: it ends in a backslash or a comma, or its quote is not closed."""
     if raw.endswith("\\"):
         return Problem(f"{key}={raw} ends in a backslash", tries=(grammar.shell(f"{key}={raw.rstrip(chr(92))}"),))
     if raw.endswith(",") and not parsed.readable:

@@ -60,7 +60,7 @@ class _Gatherer:
             ram_bytes=_ram_bytes(),
             disk_free_bytes=self._disk(self.cwd / folder),
             run_root=str(root),
-            taken=tuple(sorted(path.name for path in root.iterdir())) if root.is_dir() else (),
+            taken=_listed(root),
             run_dir_used=named is not None and _is_used(self.cwd / named),
             train_rows=DIGITS_ROWS["train"] if digits else self._rows("dataset.train", data.train),
             eval_rows=DIGITS_ROWS["eval"] if digits else self._rows("dataset.eval", data.eval),
@@ -76,6 +76,11 @@ class _Gatherer:
     def _problem(self, text: str, *tries: str) -> None:
         self.problems.append(Problem(text, "", tries))
 
+    def _named(self, key: str, name: str | Path) -> str:
+        """KEY=VALUE as typed, and the whole path where that is not the same."""
+        path = self.cwd / name
+        return f"{key}={name}" if str(path) == str(name) else f"{key}={name} ({path})"
+
     def _shown(self, path: Path) -> str:
         """The path as a person would type it here."""
         return str(path.relative_to(self.cwd)) if path.is_relative_to(self.cwd) else str(path)
@@ -87,16 +92,16 @@ class _Gatherer:
         try:
             return TextFile(path=shown or self._shown(path), text=path.read_bytes().decode())
         except UnicodeDecodeError as error:
-            self._problem(f"{key}={name}: byte {error.start} is not UTF-8 ({path})", "save the file as UTF-8")
+            self._problem(f"{self._named(key, name)}: byte {error.start} is not UTF-8", "save the file as UTF-8")
         except OSError as error:
-            self._problem(f"{key}={name}: {_reason(error)} ({path})", f"{key}=FILE")
+            self._problem(f"{self._named(key, name)}: {_reason(error)}", f"{key}=FILE")
         return None
 
     def _hostfile(self) -> TextFile | None:
         if self.config.cluster.hostfile is not None:
             return self._text("cluster.hostfile", self.config.cluster.hostfile)
-        default = self.cwd / DEFAULT_HOSTFILE
-        return self._text("cluster.hostfile", DEFAULT_HOSTFILE) if default.is_file() else None
+        found = os.path.isfile(self.cwd / DEFAULT_HOSTFILE)
+        return self._text("cluster.hostfile", DEFAULT_HOSTFILE) if found else None
 
     def _rows(self, key: str, name: str | None) -> int | None:
         """Lines that hold something; what is in them, `check data` reads."""
@@ -107,10 +112,10 @@ class _Gatherer:
             with open(path, "rb") as file:
                 rows = sum(1 for line in file if not line.isspace())
         except OSError as error:
-            self._problem(f"{key}={name}: {_reason(error)} ({path})", f"{key}=FILE")
+            self._problem(f"{self._named(key, name)}: {_reason(error)}", f"{key}=FILE")
             return None
         if rows == 0:
-            self._problem(f"{key}={name} has no rows ({path})", f"{key}=FILE with one JSON object a line")
+            self._problem(f"{self._named(key, name)} has no rows", f"{key}=FILE with one JSON object a line")
             return None
         return rows
 
@@ -119,9 +124,9 @@ class _Gatherer:
         if folder is None or folder == MISSING:
             return None
         path = self.cwd / folder
-        if not path.is_dir():
-            what = "not a folder" if path.exists() else "no such folder"
-            self._problem(f"model.path={folder}: {what} ({path})", "model.path=FOLDER with config.json")
+        if not os.path.isdir(path):
+            what = "not a folder" if os.path.exists(path) else "no such folder"
+            self._problem(f"{self._named('model.path', folder)}: {what}", "model.path=FOLDER with config.json")
             return None
         text = self._text("model.path", path / "config.json")
         if text is None:
@@ -137,17 +142,20 @@ class _Gatherer:
         model = self.config.model
         if model.path is not None:
             folder = self.cwd / model.path
-            found = folder.is_dir() and any(folder.glob("*.safetensors"))
-            if folder.is_dir() and not found and model.weights == "pretrained":
-                self._problem(f"model.path={model.path}: no *.safetensors in it ({folder})", "model.weights=random")
+            found = any(name.endswith(".safetensors") for name in _listed(folder))
+            if os.path.isdir(folder) and not found and model.weights == "pretrained":
+                self._problem(
+                    f"{self._named('model.path', model.path)}: no *.safetensors in it", "model.weights=random"
+                )
             return found
         cached = _hub_cache() / ("models--" + (model.repo or "").replace("/", "--")) / "snapshots"
         return model.repo is not None and any(cached.glob("*/*.safetensors"))
 
     def _disk(self, folder: Path) -> int | None:
-        existing = next(path for path in (folder, *folder.parents) if path.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            why = "no permission to write in it" if existing.is_dir() else "it is not a folder"
+        # os.path says False, where Path raises, for what lies in a folder that must not be entered.
+        existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+        if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
+            why = "no permission to write in it" if os.path.isdir(existing) else "it is not a folder"
             self._problem(f"the run folder cannot be made in {existing}: {why}", "run.root=FOLDER")
             return None
         return shutil.disk_usage(existing).free
@@ -232,7 +240,15 @@ def _hub_cache() -> Path:
 
 
 def _is_used(folder: Path) -> bool:
-    return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    return os.path.exists(folder) and (not os.path.isdir(folder) or bool(_listed(folder)))
+
+
+def _listed(folder: Path) -> tuple[str, ...]:
+    """Names in a folder, none when it cannot be read."""
+    try:
+        return tuple(sorted(os.listdir(folder)))
+    except OSError:
+        return ()
 
 
 def _reason(error: OSError) -> str:

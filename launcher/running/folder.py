@@ -58,7 +58,8 @@ def claim(plan: RunPlan) -> Folder:
         run.path.mkdir(parents=True, exist_ok=True)
         lock = os.open(run.path / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
     except OSError as error:
-        raise MachineError(Problem(f"the run folder cannot be made: {error}", tries=("run.root=FOLDER",))) from None
+        text = f"the run folder cannot be made: {error}"
+        raise MachineError(Problem(text, tries=("run.root=FOLDER",)), title="with this machine") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -73,19 +74,22 @@ def claim(plan: RunPlan) -> Folder:
     return Folder(run, lock, made=made, past=_keep_past(run) if run.plan.exists() else None)
 
 
-def write_files(run: RunDir, plan: RunPlan, *, config_yaml: str, overrides: Sequence[str]) -> RunDir:
-    """Write everything a claimed folder holds before its ranks start."""
-    write_supervisor(run, plan.run_id)
-    for folder in (run.logs, run.ranks):
-        folder.mkdir(exist_ok=True)
-    write_atomic(run.plan, plan_to_json(_without_secrets(plan)))
-    write_atomic(run.config, config_yaml)
-    write_json(run.ds_config, plan.deepspeed)
-    write_atomic(run.hostfile, render_hosts(plan.hosts))
-    write_atomic(run.command, command_script(plan))
-    write_atomic(run.overrides, "".join(f"{override}\n" for override in overrides))
-    write_atomic(run.env, "".join(f"{name}={value}\n" for name, value in sorted(masked(plan.env).items())))
-    return run
+def write_files(run: RunDir, plan: RunPlan, *, config_yaml: str, overrides: Sequence[str]) -> None:
+    """Write everything a claimed folder holds before its ranks start; MachineError when that fails."""
+    try:
+        write_supervisor(run, plan.run_id)
+        for folder in (run.logs, run.ranks):
+            folder.mkdir(exist_ok=True)
+        write_atomic(run.plan, plan_to_json(_without_secrets(plan)))
+        write_atomic(run.config, config_yaml)
+        write_json(run.ds_config, plan.deepspeed)
+        write_atomic(run.hostfile, render_hosts(plan.hosts))
+        write_atomic(run.command, command_script(plan))
+        write_atomic(run.overrides, "".join(f"{override}\n" for override in overrides))
+        write_atomic(run.env, "".join(f"{name}={value}\n" for name, value in sorted(masked(plan.env).items())))
+    except OSError as error:
+        text = f"the run folder cannot be written: {error}"
+        raise MachineError(Problem(text, tries=("run.root=FOLDER",)), title="with this machine") from None
 
 
 def _without_secrets(plan: RunPlan) -> RunPlan:

@@ -46,9 +46,8 @@ def render_end(run: RunDir, verdict: Verdict, tally: Tally, metric: str) -> str:
     else:
         lines = ["ended at once: ranks were killed, and what came after the last checkpoint is lost"]
     for rank in tally.late_deaths():
-        lines.append(
-            f"  note    rank {rank} crashed while it left, after all was done: {short_path(_log(run, tally, rank))}"
-        )
+        log = short_path(run.log(tally.hosts[rank], rank))
+        lines.append(f"  note    rank {rank} crashed while it left, after all was done: {log}")
     if tally.survivors:
         pids = ", ".join(map(str, tally.survivors))
         lines.append(f"  these processes do not die (stuck in a driver or file system?): {pids}")
@@ -97,10 +96,6 @@ def last_checkpoint(run: RunDir) -> Path | None:
 def exported(run: RunDir) -> Path | None:
     """The export when it was written."""
     return run.export if run.export.is_dir() and any(run.export.glob("*.safetensors")) else None
-
-
-def _log(run: RunDir, tally: Tally, rank: int) -> Path:
-    return run.log(tally.hosts[rank], rank)
 
 
 def _best(lines: list[dict[str, Any]], metric: str) -> dict[str, Any]:

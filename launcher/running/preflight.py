@@ -18,7 +18,7 @@ from launcher.planning import placement
 from launcher.planning.command import with_port
 from launcher.planning.memory import disk_bytes
 from launcher.rundir import RunDir
-from launcher.running.supervisor import running_supervisor
+from launcher.running.state import find_state
 from launcher.spec import Host, RunPlan
 
 GB = 1e9
@@ -72,9 +72,9 @@ def _run_folder(plan: RunPlan) -> Iterator[Problem]:
     run = RunDir(Path(plan.run_dir))
     if not run.path.exists():
         return
-    supervisor = running_supervisor(run)
-    if supervisor is not None:
-        text = f"{run.path} belongs to a run that still goes on (process {supervisor.pid} on {supervisor.host})"
+    state = find_state(run) if run.path.is_dir() else None
+    if state is not None and state.name in ("running", "ending"):
+        text = f"{run.path} belongs to a run that goes on: {state.text}"
         yield Problem(text, tries=("run.name=ANOTHER", f"python -m launcher stop {run.path}"))
     elif plan.resume_from is None and (not run.path.is_dir() or any(run.path.iterdir())):
         yield Problem(f"{run.path} exists; nothing is overwritten", tries=(f"resume={run.path}", "run.name=ANOTHER"))

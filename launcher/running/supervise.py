@@ -40,7 +40,8 @@ def run_plan(plan: RunPlan, *, config_yaml: str, overrides: Sequence[str]) -> in
     plan = preflight(plan)
     out = cast(IO[str], SafeStream(sys.stdout))
     with StopSignals() as stop, claim(plan) as folder:
-        run = write_files(folder.run, plan, config_yaml=config_yaml, overrides=overrides)
+        run = folder.run
+        write_files(run, plan, config_yaml=config_yaml, overrides=overrides)
         print("\n".join(_greeting(plan, run)), file=out, flush=True)
         code = check_data(run, stop, out)
         if code != ExitCode.OK:

@@ -58,9 +58,3 @@ def read_supervisor(run: RunDir) -> Supervisor | None:
         return Supervisor(**data)
     except (OSError, ValueError, TypeError):
         return None
-
-
-def running_supervisor(run: RunDir) -> Supervisor | None:
-    """The supervisor of `run` when it is known to be at work."""
-    supervisor = read_supervisor(run)
-    return supervisor if supervisor is not None and supervisor.alive else None

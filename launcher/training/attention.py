@@ -111,8 +111,10 @@ def padded_attention(
     """Exact masked attention over `layout.padded`; q [T, n, d], k and v [T, n_kv, d] -> [T, n, d]."""
     out = torch.zeros_like(q)
     for part in layout.padded:
-        heads = [t[rows].transpose(1, 2) for t, rows in ((q, part.query_rows), (k, part.key_rows), (v, part.key_rows))]
-        mixed = F.scaled_dot_product_attention(*heads, attn_mask=part.mask, scale=scale, enable_gqa=True)
+        queries, keys, values = (
+            t[rows].transpose(1, 2) for t, rows in ((q, part.query_rows), (k, part.key_rows), (v, part.key_rows))
+        )
+        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=part.mask, scale=scale, enable_gqa=True)
         out = out.index_put((part.query_rows[part.real],), mixed.transpose(1, 2)[part.real])
     return out
 
@@ -220,12 +222,12 @@ def _text_attention(function: Callable[..., torch.Tensor]) -> Callable[..., Any]
 
 def _vision_attention(function: Callable[..., torch.Tensor], *, padded: bool) -> Callable[..., Any]:
     def attend(module: Any, q: Any, k: Any, v: Any, *, scaling: float, cu_seq_lens_q: Any, **kwargs: Any) -> Any:
-        rows = [t[0].transpose(0, 1) for t in (q, k, v)]
+        q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
         if padded:
-            return _whole_images(*rows, cu_seq_lens_q, scaling)[None], None
+            return _whole_images(q, k, v, cu_seq_lens_q, scaling)[None], None
         longest = int(kwargs["max_length_q"])
         layout = Layout(cu_seq_lens_q, cu_seq_lens_q, None, longest, longest)
-        return function(*rows, layout, scaling, causal=False)[None], None
+        return function(q, k, v, layout, scaling, causal=False)[None], None
 
     return attend
 
@@ -241,7 +243,7 @@ def _whole_images(
     out = torch.zeros_like(q)
     for size, begins in sizes.items():
         rows = torch.tensor(begins, device=q.device)[:, None] + torch.arange(size, device=q.device)
-        heads = [t[rows].transpose(1, 2) for t in (q, k, v)]
-        mixed = F.scaled_dot_product_attention(*heads, scale=scale)
+        queries, keys, values = (t[rows].transpose(1, 2) for t in (q, k, v))
+        mixed = F.scaled_dot_product_attention(queries, keys, values, scale=scale)
         out = out.index_put((rows,), mixed.transpose(1, 2))
     return out

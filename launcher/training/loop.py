@@ -157,7 +157,7 @@ class Trainer:
         return stop > 0
 
     def _due(self, every: int | None) -> bool:
-        return bool(every) and self.step % every == 0 and self.step < self.total_steps
+        return every is not None and self.step % every == 0 and self.step < self.total_steps
 
     def _epoch_ended(self) -> bool:
         return self.plan.config.checkpoint.every_epoch and self.step % self.order.steps_per_epoch == 0

@@ -59,7 +59,7 @@ def distributed(plan: RunPlan) -> Iterator[Rank]:
     # Rank 0 may load and check for long while the others wait: DeepSpeed's 10 minutes are short for 72B.
     patience = timedelta(minutes=30)
     deepspeed.init_distributed("nccl" if on_gpu else "gloo", timeout=patience, verbose=False)
-    group = dist.new_group(backend="gloo", timeout=patience) if on_gpu else dist.group.WORLD
+    group: Any = dist.new_group(backend="gloo", timeout=patience) if on_gpu else dist.group.WORLD
     seed_everything(plan.config.train.seed, deterministic=plan.config.train.deterministic)
     yield Rank(rank, dist.get_world_size(), device, group)
     dist.barrier(group=group)

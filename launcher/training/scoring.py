@@ -41,9 +41,8 @@ class Scorer(nn.Module):
     @property
     def core(self) -> Any:
         """Qwen3VLModel: `.visual` and `.language_model`, adapters in place."""
-        wrapped = getattr(self.model, "base_model", None)
-        is_peft = wrapped is not None and wrapped is not self.model and hasattr(self.model, "peft_config")
-        return (wrapped.model if is_peft else self.model).model
+        bare = self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
+        return bare.model
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Scores [D], float32."""
@@ -56,7 +55,7 @@ class Scorer(nn.Module):
             merged, deep = features
             if batch.visual_rows is None:
                 # No image here, yet the tower ran for the other ranks' sake: it adds exactly nothing.
-                embeds = embeds + 0.0 * sum(f.sum() for f in [merged, *deep]).to(embeds.dtype)
+                embeds = embeds + 0.0 * torch.stack([f.sum() for f in [merged, *deep]]).sum().to(embeds.dtype)
                 deep = None
             else:
                 embeds = embeds.index_put((batch.visual_rows,), merged[batch.visual_source].to(embeds.dtype))

@@ -1,0 +1,192 @@
+"""Whole runs of the tiny model through `python -m launcher`: to the end, stopped and resumed, and killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launcher.rundir import RunDir, complete_checkpoints, read_json
+from launcher.running.agent import find_run
+from launcher.spec import plan_from_json
+from tests.conftest import Launch
+
+USUAL = {
+    "dataset.max_rows": "60",
+    "batch.global_size": "6",
+    "train.max_steps": "12",
+    "optim.warmup_steps": "2",
+    "eval.every_steps": "6",
+    "checkpoint.every_steps": "4",
+    "checkpoint.keep_last": "9",
+}
+DOWN_S = 20.0  # the promise is 10 s; a loaded machine may take longer
+
+
+def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    """The launcher in a session of its own, its run at `folder`."""
+    log = open(f"{folder}.log", "w")  # noqa: SIM115
+    keys = USUAL | dict(override.split("=", 1) for override in overrides)
+    command = [sys.executable, "-m", "launcher", f"run.dir={folder}", *(f"{k}={v}" for k, v in keys.items())]
+    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+
+def output(folder: Path) -> str:
+    return Path(f"{folder}.log").read_text()
+
+
+def steps(folder: Path) -> dict[int, dict[str, Any]]:
+    """Step lines of a run; of a step written twice (resumed) the later."""
+    path = RunDir(folder).metrics
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return {line["step"]: line for line in lines if line["kind"] == "step"}
+
+
+def wait_for(condition: Callable[[], Any], seconds: float, what: str) -> Any:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.1)
+    raise AssertionError(f"{what} did not happen within {seconds} s")
+
+
+def survivors(folder: Path) -> list[Any]:
+    """Processes that carry the run's id."""
+    return list(find_run(plan_from_json(RunDir(folder).plan.read_text()).run_id))
+
+
+def rank_pid(folder: Path, rank: int) -> int:
+    return int(read_json(RunDir(folder).rank(rank))["pid"])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that came to its end."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    code = start(folder).wait(timeout=300)
+    assert code == 0, output(folder)
+    return folder
+
+
+def test_a_finished_run_says_so_and_leaves_its_files(finished: Path, launch: Launch) -> None:
+    run = RunDir(finished)
+    assert sorted(steps(finished)) == list(range(1, 13))
+    outcome = read_json(run.outcome)
+    assert (outcome["status"], outcome["exit_code"]) == ("done", 0)
+    evaluations = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    evaluations = [line for line in evaluations if line["kind"] == "eval"]
+    assert [line["step"] for line in evaluations] == [0, 6, 12]
+    assert {"eval/ndcg@10", "eval/mrr@10", "eval/recall@1", "eval/recall@5"} <= set(evaluations[0])
+    assert {"step-000004", "step-000008", "step-000012"} <= {folder.name for folder in complete_checkpoints(run)}
+    for file in (run.config, run.ds_config, run.hostfile, run.command, run.overrides, run.env):
+        assert file.is_file(), file
+    text = output(finished)
+    assert "ndcg@10" in text and str(run.export.name) in text
+    assert "done" in launch("status", str(finished)).stdout
+    assert launch("logs", str(finished), "--rank", "1").returncode == 0
+    assert not survivors(finished)
+
+
+def test_the_export_scores_as_training_did(finished: Path) -> None:
+    """The folder loaded by transformers alone, one document at a time, against the run's own evaluation."""
+    import io
+
+    import PIL.Image
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    from launcher.training.digits import read_digits
+    from launcher.training.metrics import ndcg_at_k
+
+    run = RunDir(finished)
+    best = read_json(complete_checkpoints(run)[-1] / "state.json")["best"]
+    model = AutoModelForImageTextToText.from_pretrained(run.export, dtype=torch.float32).eval()
+    processor = AutoProcessor.from_pretrained(run.export)
+    yes, no = processor.tokenizer.convert_tokens_to_ids(["yes", "no"])
+    found = []
+    for one in read_digits("eval", seed=42)[:256]:
+        picture = [PIL.Image.open(io.BytesIO(document[0].data)).convert("RGB") for document in one.documents]
+        prompts = [
+            processor.apply_chat_template(
+                [
+                    {"role": "query", "content": one.query[0]},
+                    {"role": "document", "content": [{"type": "image"}]},
+                ],
+                chat_template="reranker",
+                add_generation_prompt=True,
+            )
+        ] * len(picture)
+        inputs = processor(text=prompts, images=picture, return_tensors="pt", padding=False)
+        with torch.no_grad():
+            logits = model(**inputs).logits[:, -1]
+        found.append(ndcg_at_k((logits[:, yes] - logits[:, no]).tolist(), one.labels, 10))
+    assert sum(found) / len(found) == pytest.approx(best["value"], abs=1e-5)
+
+
+def test_an_existing_run_folder_is_refused_and_kept(finished: Path, launch: Launch) -> None:
+    before = RunDir(finished).plan.read_text()
+    again = launch(f"run.dir={finished}")
+    assert again.returncode == 2 and str(finished) in again.stderr and "try  " in again.stderr
+    assert RunDir(finished).plan.read_text() == before
+
+
+def test_stopped_and_resumed_equals_the_unbroken_run(finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    launcher = start(folder, "checkpoint.every_steps=100")
+    wait_for(lambda: len(steps(folder)) >= 2 or launcher.poll() is not None, 120, "step 2")
+    launcher.terminate()
+    assert launcher.wait(timeout=60) == 143, output(folder)
+    assert not survivors(folder)
+    assert read_json(RunDir(folder).outcome)["status"] in ("stopped", "interrupted")
+    done = max(steps(folder))
+    assert 2 <= done < 12, "the stop came too late to show anything"
+    assert complete_checkpoints(RunDir(folder))[-1].name == f"step-{done:06d}"
+
+    shutil.copytree(folder, tmp_path / "copy")  # the same stop, resumed on one rank
+    assert start(folder, f"resume={folder}").wait(timeout=300) == 0, output(folder)
+    one_rank = tmp_path / "one"
+    assert start(one_rank, f"resume={tmp_path / 'copy'}", "gpus=1").wait(timeout=300) == 0, output(one_rank)
+
+    wanted = steps(finished)
+    for step, line in steps(folder).items():
+        assert line["loss"] == wanted[step]["loss"], step
+        assert line["grad_norm"] == wanted[step]["grad_norm"], step
+    later = steps(one_rank)
+    assert sorted(later) == list(range(done + 1, 13))
+    for step, line in later.items():
+        assert line["loss"] == pytest.approx(wanted[step]["loss"], abs=1e-4), step
+
+
+@pytest.mark.parametrize("victim", ["rank", "node launcher", "launching process"])
+def test_a_killed_process_takes_the_run_down_and_leaves_nothing(victim: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    launcher = start(folder, "train.max_steps=500", "cluster.stop_grace_s=10")
+    wait_for(lambda: len(steps(folder)) >= 1 or launcher.poll() is not None, 120, "step 1")
+    rank = rank_pid(folder, 1)
+    node = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill({"rank": rank, "node launcher": node, "launching process": launcher.pid}[victim], signal.SIGKILL)
+    code = launcher.wait(timeout=60)
+    wait_for(lambda: not survivors(folder), DOWN_S, "the end of every process")
+    if victim == "launching process":
+        assert code == -signal.SIGKILL
+        return
+    assert code == 4, output(folder)
+    outcome = read_json(RunDir(folder).outcome)
+    assert (outcome["status"], outcome["exit_code"]) == ("failed", 4)
+    last = "\n".join(output(folder).splitlines()[-25:])
+    if victim == "rank":
+        assert outcome["first_failure"]["rank"] == 1
+        assert "rank 1" in last and ("SIGKILL" in last or "-9" in last) and "logs" in last
+    else:
+        assert "launcher" in last
