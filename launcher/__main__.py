@@ -154,7 +154,7 @@ def _check_verb(words: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.json"
         file.write_text(plan_to_json(plan), encoding="utf-8")
-        command = [sys.executable, "-m", "launcher.training", "check", "--plan", str(file)]
+        command = [sys.executable, "-m", "launcher.training", "check", "--lengths", "--plan", str(file)]
         code = subprocess.run(command, check=False).returncode
     return code if code >= 0 else int(ExitCode.INTERNAL)
 

@@ -1,9 +1,8 @@
 """What was asked (RunConfig) and what will happen (RunPlan): frozen values that survive JSON.
 
-Standard library only: both planes and the agent read these. The RunConfig classes are also the
-schema Hydra composes against, so field types stay within what OmegaConf 2.3 accepts (no Literal, no
-unions but Optional); allowed values are checked in `launcher.planning.config`. Every key's meaning
-is the comment beside it in `conf/`.
+Standard library only: both planes and the agent read these. The RunConfig classes are the schema that
+`launcher.planning.config` holds what Hydra composed against; allowed values are checked there too.
+Every key's meaning is the comment beside it in `conf/`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import json
 import types
 import typing
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Optional  # noqa: UP035  OmegaConf 2.3 reads these spellings
+from typing import Any
 
 MISSING = "???"  # OmegaConf's mark for a value that must be given
 
@@ -23,8 +22,8 @@ class RunOptions:
     """Where the run lives."""
 
     root: str = "runs"
-    name: Optional[str] = None
-    dir: Optional[str] = None
+    name: str | None = None
+    dir: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +32,12 @@ class ModelConfig:
 
     name: str = MISSING
     family: str = MISSING
-    repo: Optional[str] = None
-    path: Optional[str] = None
+    repo: str | None = None
+    path: str | None = None
     weights: str = "pretrained"  # pretrained | random
-    min_pixels: Optional[int] = None
-    max_pixels: Optional[int] = None
-    arch: Dict[str, Any] = field(default_factory=dict)
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    arch: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +46,10 @@ class DatasetConfig:
 
     name: str = MISSING
     format: str = "auto"  # auto | native | swift | digits
-    train: Optional[str] = None
-    eval: Optional[str] = None
+    train: str | None = None
+    eval: str | None = None
     max_length: int = 4096
-    max_rows: Optional[int] = None
+    max_rows: int | None = None
     on_bad: str = "error"  # error | skip
     shuffle_labels: bool = False
 
@@ -84,7 +83,7 @@ class TuneConfig:
     r: int = 8
     lora_alpha: float = 32.0
     lora_dropout: float = 0.0
-    target_modules: Optional[str] = None  # regular expression over module names
+    target_modules: str | None = None  # regular expression over module names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +91,7 @@ class TrainConfig:
     """How long, and from which seed."""
 
     epochs: float = 3.0
-    max_steps: Optional[int] = None
+    max_steps: int | None = None
     seed: int = 42
     deterministic: bool = False
 
@@ -101,14 +100,14 @@ class TrainConfig:
 class OptimConfig:
     """AdamW and its schedule."""
 
-    lr: Optional[float] = None  # null = by tuning kind
-    betas: List[float] = field(default_factory=lambda: [0.9, 0.999])
+    lr: float | None = None  # null = by tuning kind
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     eps: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     schedule: str = "cosine"  # linear | cosine | constant
     warmup_ratio: float = 0.05
-    warmup_steps: Optional[int] = None
+    warmup_steps: int | None = None
     min_lr_ratio: float = 0.0
 
 
@@ -126,7 +125,7 @@ class ZeroConfig:
 
     name: str = MISSING
     file: str = MISSING
-    config: Optional[str] = None
+    config: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,14 +155,14 @@ class ClusterConfig:
     """Which machines, and how long to be patient with them."""
 
     name: str = MISSING
-    hostfile: Optional[str] = None
-    include: Optional[str] = None
-    exclude: Optional[str] = None
+    hostfile: str | None = None
+    include: str | None = None
+    exclude: str | None = None
     transport: str = "auto"  # auto | local
-    gpu: Optional[str] = None
-    python: Optional[str] = None
-    master_addr: Optional[str] = None
-    master_port: Optional[int] = None
+    gpu: str | None = None
+    python: str | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
     stop_grace_s: float = 120.0
 
 
@@ -173,14 +172,14 @@ class EvalConfig:
 
     metric: str = "ndcg@10"
     at_start: bool = True
-    every_steps: Optional[int] = 500
+    every_steps: int | None = 500
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When state is saved and what is kept."""
 
-    every_steps: Optional[int] = 500
+    every_steps: int | None = 500
     every_epoch: bool = False
     at_end: bool = True
     keep_last: int = 2
@@ -199,17 +198,17 @@ class LoggingConfig:
 class EnvConfig:
     """Environment of every rank, literally."""
 
-    file: Optional[str] = None
-    set: Dict[str, Any] = field(default_factory=dict)
+    file: str | None = None
+    set: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Everything that was asked: the schema of `conf/config.yaml`."""
 
-    nodes: Optional[int] = None
+    nodes: int | None = None
     gpus: Any = None  # a count or a list of slot numbers
-    resume: Optional[str] = None
+    resume: str | None = None
     run: RunOptions = field(default_factory=RunOptions)
     model: ModelConfig = field(default_factory=ModelConfig)
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
@@ -236,11 +235,11 @@ class Host:
 
     name: str
     gpus: tuple[int, ...]
-    address: Optional[str] = None
-    port: Optional[int] = None
-    user: Optional[str] = None
-    iface: Optional[str] = None
-    weight: Optional[float] = None
+    address: str | None = None
+    port: int | None = None
+    user: str | None = None
+    iface: str | None = None
+    weight: float | None = None
 
     @property
     def slots(self) -> int:
@@ -254,11 +253,11 @@ class BatchPlan:
 
     global_size: int  # queries an optimizer step
     max_tokens: int  # tokens of a micro-batch
-    train_rows: Optional[int]
-    eval_rows: Optional[int]
-    steps_per_epoch: Optional[int]
-    total_steps: Optional[int]
-    micro_steps: Optional[int]  # micro-batches a rank and step, an estimate
+    train_rows: int | None
+    eval_rows: int | None
+    steps_per_epoch: int | None
+    total_steps: int | None
+    micro_steps: int | None  # micro-batches a rank and step, an estimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,22 +282,22 @@ class RunPlan:
     created_at: str  # ISO 8601, UTC
     version: str  # of the launcher
     run_dir: str  # absolute
-    resume_from: Optional[str]  # absolute path of a COMPLETE checkpoint
+    resume_from: str | None  # absolute path of a COMPLETE checkpoint
     config: RunConfig
     hosts: tuple[Host, ...]
     hosts_source: str  # a sentence: where the hosts came from
     hosts_assumed: bool  # true: planning only, nothing can start
     device: str  # cuda | cpu
-    gpu_kind: Optional[str]
+    gpu_kind: str | None
     master_addr: str
-    master_port: Optional[int]
+    master_port: int | None
     precision: str  # bf16 | fp32
     precision_reason: str
     attention: str  # flash_attention_3 | flash_attention_2 | varlen | sdpa | reference | auto
     attention_reason: str
     checkpointed_layers: int  # decoder layers recomputed in the backward pass
     lr: float
-    warmup_steps: Optional[int]  # None while total_steps is unknown
+    warmup_steps: int | None  # None while total_steps is unknown
     arch: dict[str, Any]  # config.json of the model, or the table's copy of it
     parameters: dict[str, int]  # by part
     trainable: dict[str, int]  # by part

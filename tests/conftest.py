@@ -14,16 +14,7 @@ import pytest
 REPO = Path(__file__).resolve().parent.parent
 
 # Set by schedulers, launchers and users' shells; each would change what a run or a plan does.
-FOREIGN = (
-    "CUDA_VISIBLE_DEVICES",
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "NODE_RANK",
-    "NNODES",
-    "DS_ENV_FILE",
-)
+FOREIGN = ("CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "NNODES")
 FOREIGN_PREFIXES = ("DS_ENV_FILE", "MASTER_", "SLURM_", "NCCL_", "TORCHELASTIC_", "HYDRA_", "LAUNCHER_")
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -51,12 +42,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _has_gpu() -> bool:
     tool = shutil.which("nvidia-smi")
     return tool is not None and subprocess.run([tool, "-L"], capture_output=True, check=False).returncode == 0
-
-
-@pytest.fixture(scope="session")
-def repo() -> Path:
-    """The checkout's top folder."""
-    return REPO
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ from launcher.errors import ConfigError
 from launcher.rundir import RunDir
 from launcher.training import processors
 from launcher.training.batching import collate, make_units
+from launcher.training.encoding import make_encoder
 from launcher.training.engine import build_scorer
 from launcher.training.export import checkpoint_to_export, export_from_checkpoint, verify_export
 from launcher.training.formats import Group, Image
-from launcher.training.loop import make_encoder
 from launcher.training.pixels import Pixels
 from tests.groups import GROUPS
 from tests.tiny import INSTRUCTION, tiny_plan

@@ -13,10 +13,9 @@ import torch.nn.functional as F
 
 from launcher.training import processors
 from launcher.training.batching import collate, make_units
-from launcher.training.encoding import Encoder
+from launcher.training.encoding import Encoder, make_encoder
 from launcher.training.engine import build_scorer
 from launcher.training.formats import Content, Group, Image
-from launcher.training.loop import make_encoder
 from launcher.training.losses import LOSSES
 from launcher.training.pixels import Pixels
 from launcher.training.prompts import SYSTEM

@@ -12,8 +12,8 @@ import torch
 from launcher.families import FAMILIES
 from launcher.training import processors
 from launcher.training.batching import collate, make_units
+from launcher.training.encoding import make_encoder
 from launcher.training.engine import build_scorer
-from launcher.training.loop import make_encoder
 from launcher.training.pixels import Pixels
 from launcher.training.tuning import trainable_by_part
 from tests.groups import GROUPS

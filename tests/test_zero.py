@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from launcher.training import processors
 from launcher.training.batching import collate, make_units
+from launcher.training.encoding import make_encoder
 from launcher.training.engine import build_scorer
-from launcher.training.loop import make_encoder
 from launcher.training.losses import LOSSES
 from launcher.training.pixels import Pixels
 from tests.processes.zero_cases import ALL, CASES, STEPS, make_case

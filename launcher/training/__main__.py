@@ -1,7 +1,7 @@
 """`python -m launcher.training VERB --plan PLAN`: what the agent starts, once a rank or once a run.
 
 train    one rank of the run; the node launcher sets RANK and the other variables
-check    read and check the data; no torch is imported
+check    read and check the data; torch is imported with --lengths only
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m launcher.training", description=__doc__)
     parser.add_argument("verb", choices=["train", "check"])
     parser.add_argument("--plan", type=Path, required=True, help="plan.json of the run")
+    parser.add_argument("--lengths", action="store_true", help="check: also tokenise every row")
     options = parser.parse_args(argv)
     plan = plan_from_json(options.plan.read_text(encoding="utf-8"))
     if options.verb == "check":
         from launcher.training.check import main as check
 
-        return check(plan)
+        return check(plan, lengths=options.lengths)
     return _train(plan)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections import Counter
@@ -14,17 +15,22 @@ from launcher.rundir import read_json, write_json
 from launcher.spec import RunConfig, RunPlan
 from launcher.training.formats import Group, Image, read_split
 from launcher.training.images import ImageError, check_image
-from launcher.training.jsonl import BadRow
+from launcher.training.jsonl import BadRow, RowError
 
 SPLITS = ("train", "eval")
 SHOWN = 20  # bad rows of a split named on the terminal; the file holds all
 DECODED = 2000  # up to so many images are decoded fully; above, only their headers are read
 
 
-def main(plan: RunPlan) -> int:
-    """Check both splits, print what there is, and return 0, or 2 with every problem on standard error."""
+def main(plan: RunPlan, *, lengths: bool = False) -> int:
+    """Check both splits, print what there is, and return 0, or 2 with every problem on standard error.
+
+    `lengths` also tokenises every row, which takes transformers and a while.
+    """
     try:
         check_data(plan)
+        if lengths:
+            check_lengths(plan)
     except ConfigError as error:
         print(error.render(), file=sys.stderr)
         return int(error.exit_code)
@@ -50,6 +56,47 @@ def check_data(plan: RunPlan) -> None:
         write_json(_list_file(plan), listed)
     if problems:
         raise ConfigError(*problems, title="with the data")
+
+
+def check_lengths(plan: RunPlan) -> None:
+    """Print the tokens of a query with its documents; raises ConfigError for rows that fit no prompt or micro-batch."""
+    from launcher.training.batching import make_units
+    from launcher.training.encoding import make_encoder
+    from launcher.training.losses import LOSSES
+    from launcher.training.processors import load_processor
+
+    encoder, limit = make_encoder(plan, load_processor(plan)), plan.batch.max_tokens
+    problems = []
+    for split in SPLITS:
+        # Held-out groups are scored document by document, so any number of documents fits.
+        splittable = split == "eval" or LOSSES[plan.config.loss.name].per_document
+        tokens, bad = [], []
+        for group in usable_groups(plan, split):
+            try:
+                encoded = encoder.encode(group)
+                make_units([encoded], plan.cost, limit, splittable=splittable)
+            except RowError as error:
+                bad.append(BadRow(group.where, group.id, str(error)))
+                continue
+            tokens.append(encoded.tokens)
+        if tokens:
+            print(_token_summary(plan, split, tokens), flush=True)
+        if bad and (plan.config.dataset.on_bad == "error" or not tokens):
+            lines = [f"{len(bad):,} rows of the {split} data are too long", *(row.reason for row in bad[:SHOWN])]
+            problems.append(Problem("\n".join(lines), tries=("dataset.max_length=... or batch.max_tokens=...",)))
+    if problems:
+        raise ConfigError(*problems, title="with the data")
+
+
+def _token_summary(plan: RunPlan, split: str, tokens: list[int]) -> str:
+    ordered, batch = sorted(tokens), plan.batch
+    mean = sum(tokens) / len(tokens)
+    text = f"{split:<6}tokens a row, shared prefix once: mean {mean:,.0f}, median {ordered[len(ordered) // 2]:,}"
+    text += f", 95 % {ordered[len(ordered) * 95 // 100]:,}, longest {ordered[-1]:,}"
+    if split == "train":
+        micro = math.ceil(mean * batch.global_size / (plan.world_size * batch.max_tokens))
+        text += f"; about {micro} micro-batches a rank and step"
+    return text
 
 
 def usable_groups(plan: RunPlan, split: str) -> list[Group]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from launcher.spec import CostModel
+from launcher.spec import CostModel, RunPlan
 from launcher.training.formats import Group, Image
 from launcher.training.images import image_size, smart_resize
 from launcher.training.jsonl import RowError
@@ -163,6 +163,21 @@ class Encoder:
     def _offsets(self, text: str) -> list[tuple[int, int]]:
         encoded = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True)
         return list(encoded.offset_mapping)
+
+
+def make_encoder(plan: RunPlan, processor: Any) -> Encoder:
+    """The encoder of a plan's task, lengths and resize rule."""
+    image = processor.image_processor
+    return Encoder(
+        processor.tokenizer,
+        instruction=plan.config.task.instruction,
+        max_length=plan.config.dataset.max_length,
+        patch_size=image.patch_size,
+        merge_size=image.merge_size,
+        min_pixels=image.size["shortest_edge"],
+        max_pixels=image.size["longest_edge"],
+        share_prefix=plan.config.attention.shared_prefix,
+    )
 
 
 def shared_prefix(prompts: tuple[Prompt, ...]) -> int:

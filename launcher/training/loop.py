@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from launcher.spec import RunPlan
 from launcher.training import checkpoint, evaluate, export, processors
 from launcher.training.batching import MicroBatch
 from launcher.training.check import usable_groups
-from launcher.training.encoding import Encoder
+from launcher.training.encoding import make_encoder
 from launcher.training.engine import build_scorer, make_engine
 from launcher.training.formats import Group
 from launcher.training.losses import LOSSES
@@ -80,8 +80,7 @@ class Trainer:
         scorer = build_scorer(plan, processor, rank.device)
         phase("starting DeepSpeed")
         engine = make_engine(scorer, plan)
-        if rank.rank == 0:
-            print("trainable:", trainable_by_part(engine.module, FAMILIES[plan.config.model.family]), flush=True)
+        _hold_to_plan(engine.module, plan)
         maker = StepMaker(
             plan,
             make_encoder(plan, processor),
@@ -107,11 +106,13 @@ class Trainer:
         self.status.update(state="running", phase="training", step=self.step)
         if self.step == 0 and config.eval.at_start:
             self.evaluate()
-        started = time.monotonic()
+        if self.stopping():  # asked for while loading or evaluating
+            self._finish(stopped=True)
+            return True
         stopped = False
+        asked = time.monotonic()  # waiting for data counts as part of a step
         for share in training_steps(self.maker, self.train_rows, self.order, self.step, self.total_steps):
-            stopped = self._train_step(share, started)
-            started = time.monotonic()
+            stopped = self._train_step(share, asked)
             self.status.update(phase="training", step=self.step)
             if stopped:
                 break
@@ -119,27 +120,28 @@ class Trainer:
                 self.evaluate()
             if self._due(config.checkpoint.every_steps) or self._epoch_ended():
                 self.save()
-            started = time.monotonic()
+            asked = time.monotonic()
         self._finish(stopped)
         return stopped
 
-    def _train_step(self, share: Step, started: float) -> bool:
+    def stopping(self) -> bool:
+        """Whether any rank was asked to stop; a collective call."""
+        (asked,) = self.rank.sum(float(self.status.stop_requested))
+        return asked > 0
+
+    def _train_step(self, share: Step, asked: float) -> bool:
+        """One optimizer step; true when a stop was asked for meanwhile."""
         config = self.plan.config
         count, groups, tokens, stop = self.rank.sum(
             share.units, share.groups, share.tokens, float(self.status.stop_requested)
         )
-        warmup = warmup_length(self.total_steps, config.optim)
-        lr = learning_rate(
-            self.step, total_steps=self.total_steps, peak=self.plan.lr, warmup_steps=warmup, optim=config.optim
-        )
+        lr = self._learning_rate()
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
-        self.engine.train()
-        local = optimizer_step(self.engine, self.plan, share.micro_batches, count, self.rank)
-        (loss,) = self.rank.sum(local)
+        (loss,) = self.rank.sum(optimizer_step(self.engine, self.plan, share.micro_batches, count, self.rank))
         self.step += 1
         if self.step % config.logging.every_steps == 0 or self.step == self.total_steps:
-            seconds = time.monotonic() - started
+            seconds = time.monotonic() - asked
             norm = self.engine.get_global_grad_norm()
             self.log.step(
                 step=self.step,
@@ -156,6 +158,11 @@ class Trainer:
             )
         return stop > 0
 
+    def _learning_rate(self) -> float:
+        optim, total = self.plan.config.optim, self.total_steps
+        warmup = warmup_length(total, optim)
+        return learning_rate(self.step, total_steps=total, peak=self.plan.lr, warmup_steps=warmup, optim=optim)
+
     def _due(self, every: int | None) -> bool:
         return every is not None and self.step % every == 0 and self.step < self.total_steps
 
@@ -167,7 +174,9 @@ class Trainer:
         if not self.eval_rows or self.last_eval == self.step:
             return
         self.status.update(phase="evaluating")
-        records = score_rows(self.engine, self.maker, self.eval_rows, self.rank)
+        records = score_rows(self.engine, self.maker, self.eval_rows, self.rank, self.stopping)
+        if records is None:
+            return
         metrics = evaluate.summarise(records)
         self.last_eval = self.step
         self.log.evaluation(step=self.step, metrics=metrics, groups=len(records))
@@ -220,6 +229,7 @@ def optimizer_step(engine: Any, plan: RunPlan, batches: Sequence[MicroBatch], co
     rank must make the same collective calls.
     """
     loss = LOSSES[plan.config.loss.name]
+    engine.train()
     total = torch.zeros((), dtype=torch.float64, device=rank.device)
     for batch in batches:
         batch = batch.to(rank.device)
@@ -231,10 +241,13 @@ def optimizer_step(engine: Any, plan: RunPlan, batches: Sequence[MicroBatch], co
     return float(total)
 
 
-def score_rows(engine: Any, maker: StepMaker, rows: Sequence[Group], rank: Rank) -> evaluate.Records:
+def score_rows(
+    engine: Any, maker: StepMaker, rows: Sequence[Group], rank: Rank, stopping: Callable[[], bool] = lambda: False
+) -> evaluate.Records | None:
     """Scores and labels of every row, on every rank; the work is shared and groups may be split.
 
-    Rows are taken some batches at a time: their pixels need not fit in memory together.
+    Rows are taken some batches at a time: their pixels need not fit in memory together. None when `stopping`
+    (collective, asked once in such a while) says so.
     """
     chunk = 4 * maker.plan.batch.global_size
     shares = prefetched(lambda i: maker.scoring(rows[i * chunk : (i + 1) * chunk]), 0, -(-len(rows) // chunk))
@@ -242,11 +255,12 @@ def score_rows(engine: Any, maker: StepMaker, rows: Sequence[Group], rank: Rank)
     mine: list[tuple[int, float, float]] = []
     with torch.no_grad():
         for number, share in enumerate(shares):
+            if stopping():
+                return None
             for batch in share.micro_batches:
                 scores = engine(batch.to(rank.device)).tolist()
                 index = (batch.group + number * chunk).tolist()
                 mine += zip(index, scores, batch.labels.tolist(), strict=True)
-    engine.train()
     records: dict[int, tuple[list[float], list[float]]] = {}
     for group, score, label in (item for part in rank.gather(mine) for item in part):
         scores, labels = records.setdefault(group, ([], []))
@@ -255,19 +269,13 @@ def score_rows(engine: Any, maker: StepMaker, rows: Sequence[Group], rank: Rank)
     return dict(sorted(records.items()))
 
 
-def make_encoder(plan: RunPlan, processor: Any) -> Encoder:
-    """The encoder of a plan's task, lengths and resize rule."""
-    image = processor.image_processor
-    return Encoder(
-        processor.tokenizer,
-        instruction=plan.config.task.instruction,
-        max_length=plan.config.dataset.max_length,
-        patch_size=image.patch_size,
-        merge_size=image.merge_size,
-        min_pixels=image.size["shortest_edge"],
-        max_pixels=image.size["longest_edge"],
-        share_prefix=plan.config.attention.shared_prefix,
-    )
+def _hold_to_plan(scorer: Any, plan: RunPlan) -> None:
+    """What trains is what the plan said, to the last parameter; else one of the two is wrong."""
+    found = trainable_by_part(scorer, FAMILIES[plan.config.model.family])
+    planned = {part: count for part, count in plan.trainable.items() if count}
+    print(f"trainable parameters: {found}", flush=True)
+    if found != planned:
+        raise RuntimeError(f"the plan says that {planned} parameters train, the model has {found}")
 
 
 def _warn(log: MetricLog, text: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from launcher.errors import ConfigError, Problem
 from launcher.spec import RunPlan
 from launcher.training.batching import MicroBatch, Unit, collate, make_units, split_step
 from launcher.training.encoding import EncodedGroup, Encoder, ImageKey
@@ -92,7 +93,8 @@ class StepMaker:
     def _bad(self, error: Exception, group: Group | None = None) -> None:
         where = f"{group.where}: row {group.id}: " if group is not None and group.where not in str(error) else ""
         if self.plan.config.dataset.on_bad == "error":
-            raise RowError(f"{where}{error} (dataset.on_bad=skip leaves such rows out)") from error
+            problem = Problem(f"{where}{error}", tries=("mend the row", "dataset.on_bad=skip"))
+            raise ConfigError(problem, title="with the data") from error
         self.warn(f"left out: {where}{error}")
 
 

@@ -17,9 +17,10 @@ import torch
 from safetensors.torch import save_file
 
 from launcher.training import processors
+from launcher.training.encoding import make_encoder
 from launcher.training.engine import build_scorer, make_engine
 from launcher.training.engine_state import full_weights
-from launcher.training.loop import make_encoder, optimizer_step
+from launcher.training.loop import optimizer_step
 from launcher.training.pixels import Pixels
 from launcher.training.runtime import Rank, distributed
 from launcher.training.steps import StepMaker
