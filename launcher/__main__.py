@@ -160,8 +160,14 @@ def _check_verb(words: list[str]) -> int:
 
 
 def _resume_verb(words: list[str]) -> int:
+    from pathlib import Path
+
     from launcher.planning.resumed import resumed_words
 
+    if words and not words[0].startswith("-") and not Path(words[0]).expanduser().exists():
+        from launcher.running.state import find_folder
+
+        words = [str(find_folder(words[0], "runs").path), *words[1:]]  # a run's name, or `latest`
     return _run_verb(resumed_words(words))
 
 

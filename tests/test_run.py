@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -114,22 +115,21 @@ def test_the_export_scores_as_training_did(finished: Path) -> None:
     model = AutoModelForImageTextToText.from_pretrained(run.export, dtype=torch.float32).eval()
     processor = AutoProcessor.from_pretrained(run.export)
     yes, no = processor.tokenizer.convert_tokens_to_ids(["yes", "no"])
+
+    @lru_cache
+    def prompt(query: str) -> str:
+        messages = [
+            {"role": "query", "content": query},
+            {"role": "document", "content": [{"type": "image"}]},
+        ]
+        return processor.apply_chat_template(messages, chat_template="reranker", add_generation_prompt=True)
+
     found = []
-    for one in read_digits("eval", seed=42)[:256]:
-        picture = [PIL.Image.open(io.BytesIO(document[0].data)).convert("RGB") for document in one.documents]
-        prompts = [
-            processor.apply_chat_template(
-                [
-                    {"role": "query", "content": one.query[0]},
-                    {"role": "document", "content": [{"type": "image"}]},
-                ],
-                chat_template="reranker",
-                add_generation_prompt=True,
-            )
-        ] * len(picture)
-        inputs = processor(text=prompts, images=picture, return_tensors="pt", padding=False)
+    for one in read_digits("eval", seed=42):
+        pictures = [PIL.Image.open(io.BytesIO(document[0].data)).convert("RGB") for document in one.documents]
+        inputs = processor(text=[prompt(one.query[0])] * len(pictures), images=pictures, return_tensors="pt")
         with torch.no_grad():
-            logits = model(**inputs).logits[:, -1]
+            logits = model(**inputs, logits_to_keep=1).logits[:, -1]
         found.append(ndcg_at_k((logits[:, yes] - logits[:, no]).tolist(), one.labels, 10))
     assert sum(found) / len(found) == pytest.approx(best["value"], abs=1e-5)
 
@@ -190,3 +190,19 @@ def test_a_killed_process_takes_the_run_down_and_leaves_nothing(victim: str, tmp
         assert "rank 1" in last and ("SIGKILL" in last or "-9" in last) and "logs" in last
     else:
         assert "launcher" in last
+
+
+def test_the_demo_learns_and_its_control_does_not(tmp_path: Path) -> None:
+    """`python -m launcher` as it is; then with labels shuffled inside each training group."""
+    demo, control = tmp_path / "demo", tmp_path / "control"
+    final = []
+    for folder, overrides in ((demo, []), (control, ["dataset.shuffle_labels=true", "train.max_steps=120"])):
+        command = [sys.executable, "-m", "launcher", f"run.dir={folder}", *overrides]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = [json.loads(line) for line in RunDir(folder).metrics.read_text().splitlines()]
+        values = [line["eval/ndcg@10"] for line in lines if line["kind"] == "eval"]
+        assert values[0] < 0.6  # chance is 0.49
+        final.append(values[-1])
+    assert final[0] >= 0.97
+    assert final[1] <= 0.6

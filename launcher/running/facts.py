@@ -17,7 +17,7 @@ from typing import Any
 
 from launcher.errors import ConfigError, Problem
 from launcher.planning.facts import Facts, LocalGpu, Resume, TextFile
-from launcher.resources import ds_configs_dir
+from launcher.resources import ds_configs_dir, hostfiles_dir
 from launcher.rundir import resolve_resume
 from launcher.spec import MISSING, RunConfig
 
@@ -98,8 +98,12 @@ class _Gatherer:
         return None
 
     def _hostfile(self) -> TextFile | None:
-        if self.config.cluster.hostfile is not None:
-            return self._text("cluster.hostfile", self.config.cluster.hostfile)
+        name = self.config.cluster.hostfile
+        if name is not None:
+            shipped = hostfiles_dir() / Path(name).name
+            if Path(name).parent.name == "hostfiles" and not os.path.exists(self.cwd / name) and shipped.is_file():
+                name = str(shipped)  # the examples of an installed package, from any folder
+            return self._text("cluster.hostfile", name)
         found = os.path.isfile(self.cwd / DEFAULT_HOSTFILE)
         return self._text("cluster.hostfile", DEFAULT_HOSTFILE) if found else None
 

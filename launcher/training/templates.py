@@ -40,14 +40,16 @@ CHAT_TEMPLATE = (
 
 _RERANKER = """
 {%- macro render(content) -%}
+  {%- set shown -%}
   {%- if content is string -%}
-    {{- content if content else 'NULL' -}}
+    {{- content -}}
   {%- else -%}
     {%- for item in content if item.type == 'video' -%}{{- 'VIDEO' -}}{%- endfor -%}
     {%- for item in content if item.type == 'image' -%}{{- 'IMAGE' -}}{%- endfor -%}
     {%- for item in content if item.type == 'text' -%}{{- item.text -}}{%- endfor -%}
-    {%- if not content -%}{{- 'NULL' -}}{%- endif -%}
   {%- endif -%}
+  {%- endset -%}
+  {{- shown if shown else 'NULL' -}}
 {%- endmacro -%}
 {%- macro plain(content) -%}
   {%- if content is string -%}{{- content -}}

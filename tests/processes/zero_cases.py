@@ -32,6 +32,8 @@ TEXT_ONE_SIDE = GROUPS["text"] + GROUPS["image documents"]  # in a step of two, 
 LORA = {"name": "lora", "language": "lora", "vision": "frozen", "projector": "frozen", "lora_alpha": 16.0}
 STEPS = [[0, 1, 2, 3, 4, 5, 6, 7][:n] for n in (8, 5, 1)]  # the last: fewer groups than ranks
 
+BASE = "base"  # folder of the tiny model's weights
+
 # name -> (plan options, micro-batch tokens)
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "full, one micro-batch": ({}, 8192),
@@ -39,6 +41,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "full, pointwise": ({"loss": {"name": "pointwise"}}, 300),
     "lora": ({"tune": LORA}, 300),
     "lora, recomputed": ({"tune": LORA, "recompute": True}, 300),
+    "lora, weights from files": ({"tune": LORA, "files": True}, 300),
     "head and projector": (
         {"tune": {"name": "full", "language": "frozen", "vision": "frozen", "projector": "full", "head": "full"}},
         8192,
@@ -51,7 +54,9 @@ def make_case(folder: Path, name: str, stage: int, ranks: int) -> Any:
     import dataclasses
 
     options, max_tokens = CASES[name]
-    config = {key: value for key, value in options.items() if key != "recompute"}
+    config = {key: value for key, value in options.items() if key not in ("recompute", "files")}
+    if options.get("files"):  # under ZeRO-3 they are sharded while they load
+        config["model"] = {"weights": "pretrained", "path": str(folder / BASE)}
     plan = tiny_plan(folder, stage=stage, ranks=ranks, max_tokens=max_tokens, **config)
     return dataclasses.replace(plan, checkpointed_layers=4 if options.get("recompute") else 0)
 
