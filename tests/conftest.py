@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+collect_ignore_glob = ["processes/*", "tools/*"]  # programs that tests start, not modules with doctests
+
 REPO = Path(__file__).resolve().parent.parent
 
 # Set by schedulers, launchers and users' shells; each would change what a run or a plan does.
