@@ -2,44 +2,83 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from launcher import __version__
-from launcher.errors import ConfigError, ExitCode, LauncherError, Problem
+from launcher.errors import ConfigError, ExitCode, LauncherError, MachineError, Problem
 
 if TYPE_CHECKING:
     from launcher.planning.config import Composed
     from launcher.spec import RunPlan
 
 _LOOK = ("status", "logs", "stop")
+# What a disk or file system refuses: somebody must mend the machine, not the launcher.
+_REFUSED = {"EACCES", "EDQUOT", "EIO", "ELOOP", "ENAMETOOLONG", "ENOSPC", "EPERM", "EROFS", "ESTALE"}
 _LATER = ("fetch", "env", "evaluate", "score", "export", "report", "sweep")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the process's exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _open_streams()
     try:
         code = _dispatch(words)
         sys.stdout.flush()
         return code
     except LauncherError as error:
-        print(error.render(), file=sys.stderr)
-        return int(error.exit_code)
+        return _refuse(error)
     except KeyboardInterrupt:
         return int(ExitCode.INTERRUPTED)
     except BrokenPipeError:
-        # The reader (head, less) has gone; what Python still holds must not raise again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence(sys.stdout)  # the reader (head, less) has gone
         return int(ExitCode.OK)
     except Exception as error:
+        if isinstance(error, OSError) and errno.errorcode.get(error.errno or 0) in _REFUSED:
+            _silence(sys.stdout)  # it may be what cannot be written
+            tries = ("check that path: free space, permission, mount",)
+            return _refuse(MachineError(Problem(str(error), tries=tries), title="with this machine"))
+        if isinstance(error, ModuleNotFoundError) and not (error.name or "launcher").startswith("launcher"):
+            tries = (". .venv/bin/activate   (the environment that `make setup` creates)",)
+            problem = Problem(f"{sys.executable} lacks the package {error.name}", tries=tries)
+            return _refuse(MachineError(problem, title="with this machine"))
         import traceback
 
         traceback.print_exc()
         print(f"internal error: {type(error).__name__}: {error}\nThis is a mistake of the launcher.", file=sys.stderr)
         return int(ExitCode.INTERNAL)
+
+
+def _refuse(error: LauncherError) -> int:
+    """Print an error that a person may see; its exit code, whether or not somebody reads."""
+    try:
+        print(error.render(), file=sys.stderr, flush=True)
+    except OSError:
+        _silence(sys.stderr)
+    return int(error.exit_code)
+
+
+def _open_streams() -> None:
+    """Give a closed standard stream (`>&-`) a place to go, and print any text in any encoding."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _silence(stream: Any) -> None:
+    """Let what Python still holds of `stream` go nowhere: it must not fail again when it is flushed at exit."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def _dispatch(words: list[str]) -> int:

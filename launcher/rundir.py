@@ -120,11 +120,15 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     data = content.encode() if isinstance(content, str) else content
-    with open(aside, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    try:
+        with open(aside, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -134,7 +138,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> Any:
     """Read a JSON file written by `write_json`."""
-    return json.loads(path.read_text())
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def append_json(path: Path, value: dict[str, Any]) -> None:
@@ -221,11 +225,6 @@ def resolve_resume(where: Path) -> tuple[Path, dict[str, Any]]:
             return folder, {**read_json(folder / "state.json"), "notes": notes}
         notes.append(f"{folder} is damaged and is passed over: " + "; ".join(broken))
     raise _no_resume("\n".join([f"resume={where}: no whole checkpoint in {run.checkpoints}", *notes]))
-
-
-def folder_bytes(folder: Path) -> int:
-    """Size of all files below `folder`."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def file_entry(file: Path) -> dict[str, Any]:

@@ -137,6 +137,7 @@ def test_only_what_trains_is_saved(two, folder):
     kinds = ("master", "exp_avg", "exp_avg_sq")
     assert sorted(tensors) == sorted(f"{kind}/{name}" for kind in kinds for name in TRAINABLE)
     assert tensors["master/wide.weight"].shape == (101, 13)
+    assert {file.stat().st_mode & 0o777 for file in files} == {files[0].parent.stat().st_mode & 0o666}
 
 
 def test_full_weights_have_every_parameter_whole(two):

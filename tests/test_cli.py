@@ -83,7 +83,7 @@ def test_config_without_a_group_is_the_table_of_contents(capsys: Captured) -> No
         ("config --config-dir nowhere tune", "no such folder", "--config-dir FOLDER"),
         ("check", "check what?", "python -m launcher check data ..."),
         ("resume", "resume which run?", "python -m launcher resume FOLDER"),
-        ("resume nowhere", "no run folder or checkpoint", "python -m launcher status"),
+        ("resume nowhere", "no run folder nowhere, here or in runs", "python -m launcher"),
         ("plan -m train.seed=1,2", "sweeps are not part of this version", "train.seed=1"),
         ("plan model=tiny --jsn", "--jsn", ""),
     ],
@@ -182,10 +182,24 @@ def test_plan_works_from_another_folder_and_its_problems_are_on_standard_error(l
     assert list(elsewhere.iterdir()) == []  # planning leaves nothing behind
 
 
-def test_a_closed_pipe_is_no_error() -> None:
-    command = f"{sys.executable} -m launcher config | head -n 1; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ("config | head -n 1; exit ${PIPESTATUS[0]}", 0, ""),
+        ("config >&- <&-", 0, ""),
+        ("plan zero=stge3 2>&1 | true; exit ${PIPESTATUS[0]}", 2, ""),
+        ("config >/dev/full", 3, "No space left on device"),
+        ("plan run.name=ü >/dev/null", 0, ""),
+        ("plan resume=$(printf 'x%.0s' {1..300})", 3, "File name too long"),
+    ],
+)
+def test_streams_that_do_not_take_the_text(line: str, code: int, said: str) -> None:
+    command = ["bash", "-c", f"PYTHONIOENCODING=ascii {sys.executable} -m launcher {line}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code
+    assert said in done.stderr
+    assert (done.stderr != "") == (said != "")
+    assert "Traceback" not in done.stderr
 
 
 def test_a_mistake_of_ours_exits_1_with_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:

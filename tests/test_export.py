@@ -119,6 +119,7 @@ def test_the_export_scores_as_the_trained_model(tmp_path, case):
     assert ("lm_head.weight" in load_file(out / "model.safetensors")) is not still_tied
     assert json.loads((out / "launcher.json").read_text())["instruction"] == INSTRUCTION
     assert not [file.name for file in tmp_path.iterdir() if file.name.startswith(".")]
+    assert {file.stat().st_mode & 0o777 for file in out.glob("*.*")} == {out.stat().st_mode & 0o666}
 
 
 def test_a_folder_that_would_not_load_is_refused(tmp_path):

@@ -160,6 +160,7 @@ def test_lines_cut_short_and_lines_after_them(folder: Path) -> None:
         (":4", "not JSON"),
         (":6", "not JSON"),
     ]
+    assert bad[-1].reason == "not JSON: Unterminated string starting at column 11"
 
 
 def test_text_stays_as_written() -> None:
@@ -207,7 +208,7 @@ def test_missing_images_are_named_before_anything_runs(folder: Path) -> None:
     assert {group.id for group in groups} - {"d"} == {"a", "c"}  # d, RGB.PNG, is up to the file system
     assert reasons["b"] == "image file missing: does_not_exist.png"
     assert reasons["e"].startswith("image is an address: https://images.example/x.png")
-    assert reasons["f"] == "image file missing: rgb.png "
+    assert reasons["f"] == "image file missing: 'rgb.png '"
     assert reasons["g"] == "image file missing: the path is empty"
 
 
@@ -260,12 +261,20 @@ def test_reranker_rows(folder: Path) -> None:
         ({"messages": [{"role": "user", "content": ["q"]}]}, 'wrong type: "content" in messages'),
         ({"positive_messages": [[{"role": "user", "content": "p"}]]}, "no messages"),
         ({"messages": [{"role": "user", "content": "q"}], "videos": ["v.mp4"]}, "unknown key: videos"),
+        ({"query": "q", "positives": "p", "negatves": ["n"]}, "unknown key: negatves; did you mean negatives?"),
+        ({"query": "q", "positives": "p", "hard_negatives": ["n"]}, "unknown key: hard_negatives; did you mean neg"),
     ],
 )
 def test_rows_that_would_lose_something_are_refused(folder: Path, row: dict[str, Any], reason: str) -> None:
     groups, bad = read_rows(folder, row)
     assert groups == []
     assert bad[0].reason.startswith(reason)
+
+
+def test_what_a_row_says_of_itself_does_no_harm(folder: Path) -> None:
+    notes = {"query_id": "5", "source": "web", "num_negatives": 1, "positive_ids": ["d1"], "negative_ids": ["d2"]}
+    groups, bad = read_rows(folder, {"query": "q", "positives": "p", "negatives": "n", **notes})
+    assert (len(groups), bad) == (1, [])
 
 
 def test_a_named_format_is_not_guessed(folder: Path) -> None:

@@ -14,6 +14,7 @@ from PIL import Image as Pillow
 from launcher.errors import ConfigError
 from launcher.spec import BatchConfig, DatasetConfig, LossConfig, RunConfig
 from launcher.training.check import main, usable_groups
+from tests.tiny import tiny_plan
 
 
 class Plan:
@@ -72,6 +73,24 @@ def test_bad_rows_are_skipped_and_counted(rows: Path, tmp_path: Path, capsys: py
     listed = json.loads((tmp_path / "bad_rows.json").read_text())
     assert [(row["split"], row["id"]) for row in listed if row["split"] == "eval"] == [
         ("eval", name) for name in ("alone", "8", "cut", "strip")
+    ]
+
+
+def test_lengths_leave_out_what_the_data_check_left_out(
+    rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a run folder no list of bad rows is written; a strip or a cut picture must not stop the count."""
+    data = {"train": str(rows), "max_length": 100, "on_bad": "skip"}
+    long = json.dumps({"id": "long", "query": "word " * 200, "positives": ["p"], "negatives": ["n"]})
+    cut = json.dumps({"id": "cut", "query": "q", "positives": ["word " * 200], "negatives": ["n"]})
+    rows.write_text(f"{rows.read_text()}\n{long}\n{cut}\n")
+    assert main(tiny_plan(tmp_path / "absent", dataset=data), lengths=True) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "4 bad rows (2 unreadable image, 1 no negatives, 1 not JSON)" in out.splitlines()[0]
+    assert out.splitlines()[2:] == [
+        "      1 documents cut at their end to fit dataset.max_length=100",
+        "      1 rows are too long: long",
     ]
 
 

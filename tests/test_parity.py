@@ -168,6 +168,8 @@ def test_long_documents_lose_their_end_and_nothing_else(parts: dict[str, Any], t
     assert same
     with pytest.raises(ValueError, match="dataset.max_length"):
         short.encode(group(("word " * 400,), ("a",), ("b",)))
+    with pytest.raises(ValueError, match="a positive and a negative read the same"):
+        short.encode(group(("the query",), ("word " * 400,), ("word " * 401,)))
 
 
 def test_special_tokens_in_user_text_are_text(parts: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,11 @@ def test_run_folder_names() -> None:
     assert plan(taken=taken).run_dir.endswith("-tiny-full-stage2-3")
     assert plan("run.name=mine").run_dir == "/home/me/runs/mine"
     assert plan("run.dir=/elsewhere/mine").run_dir == "/elsewhere/mine"
+    arch = compose("model=tiny").model.arch
+    odd = plan("model.path='/models/Mine (v1), [best] é'", arch=arch).run_dir
+    assert odd == "/home/me/runs/20260102-030405-Mine-v1-best-lora-stage2"
+    long = plan(f"model.path=/models/{'x' * 250}", arch=arch).run_dir
+    assert long == f"/home/me/runs/20260102-030405-{'x' * 60}-lora-stage2"
 
 
 def resume(*words: str, step: int = 5, changed: tuple[str, ...] = ()) -> Resume:
@@ -155,6 +161,13 @@ def resume(*words: str, step: int = 5, changed: tuple[str, ...] = ()) -> Resume:
     config = compose(*words, *changed)
     state = {"step": step, "fingerprint": fingerprint(config, config.model.arch), "notes": ["step-000009 is damaged"]}
     return Resume(checkpoint="/r/old/checkpoints/step-000005", run_dir="/r/old", state=state)
+
+
+def test_a_finished_run_without_its_export_can_be_resumed() -> None:
+    ended = dataclasses.replace(resume(step=400), exported=False)
+    assert plan(resume=ended).batch.total_steps == 400
+    with pytest.raises(ConfigError, match="nothing is left to train"):
+        plan("checkpoint.export=false", resume=ended)
 
 
 def test_resume_goes_on_in_its_own_folder() -> None:

@@ -177,6 +177,11 @@ def test_visible_devices_that_are_not_here(three_gpus: Path, monkeypatch: pytest
     assert problem.text.endswith("is none of this machine's GPUs, 0, 1, 2")
 
 
+def test_nvidia_smi_that_finds_no_gpu(three_gpus: Path) -> None:
+    (three_gpus / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho No devices were found\n")
+    assert gather_facts(compose()).gpus == ()
+
+
 def test_gpus_without_nvidia_smi(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(here))
     monkeypatch.setattr(facts_module, "PROC_GPUS", here / "gpus")

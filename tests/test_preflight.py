@@ -113,13 +113,13 @@ def test_two_starts_never_share_a_folder(plan: RunPlan) -> None:
 def test_resumed_run_keeps_its_past(plan: RunPlan) -> None:
     ready = with_port(plan, 20000)
     with claim(plan) as folder:
-        write_files(folder.run, ready, config_yaml="", overrides=[])
+        write_files(folder.run, ready, config_yaml="", overrides=["optim.lr=1e-4"])
     folder.run.outcome.write_text('{"status": "stopped"}')
     folder.run.rank(0).write_text("{}")
     before = folder.run.plan.read_text()
     again = dataclasses.replace(ready, resume_from=str(folder.run.path), master_port=20001)
     with claim(again) as second:
-        write_files(second.run, again, config_yaml="", overrides=[])
+        write_files(second.run, again, config_yaml="", overrides=["dataset.eval=wrong.jsonl"])
         assert (folder.run.path / "plan.1.json").read_text() == before
         assert json.loads((folder.run.path / "outcome.1.json").read_text()) == {"status": "stopped"}
         assert not folder.run.outcome.exists()
@@ -127,6 +127,7 @@ def test_resumed_run_keeps_its_past(plan: RunPlan) -> None:
         second.give_back()
     assert folder.run.plan.read_text() == before
     assert folder.run.outcome.exists()
+    assert folder.run.overrides.read_text() == "optim.lr=1e-4\n"  # what was refused is not resumed with
 
 
 def test_folder_is_gone_when_nothing_was_run(plan: RunPlan, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from launcher.errors import ConfigError
 from launcher.fingerprint import fingerprint, misfits
-from launcher.rundir import RunDir, complete_checkpoints, damages, file_entry, folder_bytes, resolve_resume
+from launcher.rundir import RunDir, complete_checkpoints, damages, file_entry, resolve_resume
 from launcher.spec import BatchConfig, ModelConfig, RunConfig, TuneConfig
 from launcher.training.checkpoint import rotate
 
@@ -132,13 +132,6 @@ def test_rotation_keeps_the_last_and_the_best(run):
     assert [folder.name for folder in complete_checkpoints(run)] == ["step-000400", "step-000800", "step-001000"]
     assert rotate(run, keep_last=9, best_step=None) == []
     assert not run.checkpoint(200).exists()
-
-
-def test_size_of_a_folder(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "x").write_bytes(b"12345")
-    (tmp_path / "y").write_bytes(b"123")
-    assert folder_bytes(tmp_path) == 8
 
 
 def test_fingerprint_names_what_differs_and_what_to_type():

@@ -65,12 +65,20 @@ def test_killed_node_launcher_is_told(runs: Path) -> None:
     assert "DeepSpeed's node launcher on localhost died of SIGKILL" in text
 
 
-def test_config_error_of_a_rank_is_code_2_without_a_traceback(runs: Path) -> None:
-    with running(runs, stand_in("0:config")) as run:
-        code, text, _ = run.end()
-    assert code == 2
-    assert "dataset.max_length=4 is shorter than the prompt" in text
+@pytest.mark.parametrize(
+    ("deed", "expected", "message"),
+    [
+        ("config", 2, "dataset.max_length=4 is shorter than the prompt"),
+        ("full", 3, "/runs/x: No space left on device"),
+    ],
+)
+def test_error_for_people_has_its_own_code_and_no_traceback(runs: Path, deed: str, expected: int, message: str) -> None:
+    with running(runs, stand_in(f"0:{deed}")) as run:
+        code, text, outcome = run.end()
+    assert (code, outcome["exit_code"]) == (expected, expected)
+    assert text.count(f"1 problem with this run:\n      {message}") == 1
     assert "Traceback" not in text
+    assert "Error:" not in text
 
 
 def test_rank_that_leaves_early_is_a_failure(runs: Path) -> None:
@@ -117,6 +125,15 @@ def test_signal_stops_and_saves(runs: Path, number: signal.Signals, code: int) -
     assert (outcome["status"], outcome["exit_code"], outcome["failures"]) == ("stopped", code, [])
     assert Path(outcome["last_checkpoint"], "COMPLETE").exists()
     assert "python -m launcher resume" in text
+
+
+def test_stop_while_loading_saves_nothing_and_does_not_wait(runs: Path) -> None:
+    with running(runs, stand_in("0:load", "1:load"), stop_grace_s=600.0) as run:
+        wait_until(lambda: run.dir.rank(0).exists() and run.dir.rank(1).exists(), 40, "ranks load")
+        run.process.send_signal(signal.SIGINT)
+        code, text, outcome = run.end(timeout_s=10)
+    assert (code, outcome["status"], outcome["last_checkpoint"]) == (130, "stopped", None)
+    assert "stopped after step 0" in text
 
 
 def test_second_signal_ends_at_once(runs: Path) -> None:

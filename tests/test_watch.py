@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from running_support import Run, running, stand_in, wait_until
 
+from launcher.__main__ import main
 from launcher.errors import ConfigError
 from launcher.rundir import RunDir
 from launcher.running.agent import find_run
 from launcher.running.state import find_folder, find_state, list_runs
-from launcher.running.watch import main
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def folder(runs: Path) -> Path:
 
 
 def watch(run: Run, verb: str, *argv: str) -> int:
-    return main(verb, [*argv, "--root", str(run.dir.path.parent)])
+    return main([verb, *argv, "--root", str(run.dir.path.parent)])
 
 
 def test_running_run_is_shown_followed_and_stopped(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,7 +87,7 @@ def test_pid_of_another_process_is_not_the_supervisor(folder: Path) -> None:
     supervisor["pid"] = os.getpid()  # lives, but did not start when the supervisor did
     file.write_text(json.dumps(supervisor))
     assert find_state(run.dir).name == "lost"
-    assert main("stop", [str(folder)]) == 0  # and this process lives on
+    assert main(["stop", str(folder)]) == 0  # and this process lives on
 
 
 @pytest.mark.parametrize(
@@ -99,13 +99,13 @@ def test_wrong_folder_is_code_2(
 ) -> None:
     monkeypatch.chdir(runs)
     for verb in ("status", "logs", "stop"):
-        assert main(verb, [name]) == 2
+        assert main([verb, name]) == 2
         assert text in capsys.readouterr().err
 
 
 def test_damaged_outcome_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "outcome.json").write_text('{"status": ')
-    assert main("status", [str(folder)]) == 2
+    assert main(["status", str(folder)]) == 2
     assert "outcome.json cannot be read" in capsys.readouterr().err
 
 
@@ -135,4 +135,4 @@ def test_second_stop_ends_at_once(folder: Path) -> None:
 
 
 def _verb(verb: str, *argv: str) -> list[str]:
-    return [sys.executable, "-c", f"from launcher.running.watch import main; main({verb!r}, {argv!r})"]
+    return [sys.executable, "-m", "launcher", verb, *argv]

@@ -125,7 +125,10 @@ def _suggestion(name: str, raw: str, options: Options) -> tuple[str, tuple[str, 
     if known and not (inside and same_leaf):
         template, remark = known
         return remark, (_filled(template, raw, options),) if template else ()
-    name = re.sub(r"^nccl[./](\w+)$", lambda found: f"NCCL_{found.group(1).upper()}", name)
+    nccl = re.fullmatch(r"nccl\.(\w+)", dotted)
+    if nccl:
+        name = f"NCCL_{nccl.group(1).upper()}"
+        raw = raw[1:-1] if re.fullmatch(r"\[[^][]*\]", raw) else raw  # NCCL's own lists have commas only
     if re.fullmatch(r"[A-Z][A-Z0-9]*_[A-Z0-9_]+", name):
         return "variables of the ranks are set with env.set", (spelled(f"env.set.{name}", raw, options),)
     group = keys.nearest(dotted, options, cutoff=0.75) if "." not in dotted else None
@@ -144,6 +147,10 @@ def for_unknown_key(key: str, word: str, raw: str, options: Options) -> Problem:
         ours = {"hydra.run.dir": (f"run.dir={raw}",), "hydra.searchpath": ("--config-dir FOLDER",)}
         text = f"{word}: Hydra only composes here; its own settings have no effect"
         return Problem(text, tries=ours.get(key, ("python -m launcher help",)))
+    if key.startswith("env.set."):
+        return Problem(
+            f"{word}: {key.removeprefix('env.set.')} is no name of a variable", tries=("env.set.NAME=VALUE",)
+        )
     remark, tries = _suggestion(key, raw, options)
     text = f"{word}: there is no key {key}" + (f"; {remark}" if remark else "")
     return Problem(text, tries=tries or (_no_match(key, options),) if not remark or tries else ())

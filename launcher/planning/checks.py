@@ -59,8 +59,15 @@ def _is_regex(value: Any) -> bool:
     return True
 
 
+def _is_folder_name(value: str) -> bool:
+    # 200: the longest name of a file is 255 bytes, and some room is left for the names that write aside
+    fits = 0 < len(value.encode()) <= 200 and value == value.strip() and value.isprintable()
+    return fits and value not in (".", "..", "latest") and not set(value) & {"/", "\\"}
+
+
 RULES: dict[str, Rule] = {
     "nodes": _COUNT,
+    "run.name": Rule("the name of one folder, without / and up to 200 bytes (run.dir takes a path)", _is_folder_name),
     "gpus": Rule("a count (gpus=2) or slot numbers from 0, each once (gpus=[0,1])", _is_gpus),
     "model.weights": _one_of("pretrained", "random"),
     "model.min_pixels": _COUNT,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,11 @@ def _compose(line: CommandLine) -> tuple[Any, dict[str, str | None]]:
     with open_dict(config):
         del config["hydra"]
         for key, value in line.values.items():
+            misfits = list(_arch_misfits(config, key, value)) if _sets_arch(key, value) else []
+            if misfits:
+                for misfit in misfits:
+                    line.refuse(misfit, key)
+                continue
             merge = isinstance(value, dict) and keys.is_mapping(key)
             try:
                 OmegaConf.update(config, key, value, merge=merge, force_add=True)
@@ -96,6 +101,36 @@ def _compose(line: CommandLine) -> tuple[Any, dict[str, str | None]]:
                 why = "${ must begin a ${KEY} or ${oc.env:VARIABLE}" if incomplete else sentence(error)
                 line.refuse(Problem(f"{line.words[key][-1]}: {why}", tries=(answers.example(key),)), key)
     return config, choices
+
+
+def _sets_arch(key: str, value: Any) -> bool:
+    return key.startswith("model.arch.") or (key == "model.arch" and isinstance(value, dict))
+
+
+def _arch_misfits(config: Any, key: str, value: Any) -> Iterator[Problem]:
+    """What of a typed model.arch the model's own has not, or has in another shape: it would be ignored or fail late."""
+    from omegaconf import OmegaConf
+
+    own = OmegaConf.select(config, key)
+    if isinstance(value, dict) and OmegaConf.is_dict(own):
+        for name, item in value.items():
+            yield from _arch_misfits(config, f"{key}.{name}", item)
+        return
+    parent, _, name = key.rpartition(".")
+    typed = f"{key}={answers.shown(value)}"
+    if own is None:
+        section = OmegaConf.select(config, parent)
+        near = keys.nearest(name, [str(known) for known in section] if OmegaConf.is_dict(section) else [])
+        tries = (
+            grammar.shell(f"{parent}.{near}={grammar.as_typed(value)}") if near else "python -m launcher config model"
+        )
+        yield Problem(f"{typed}: there is no key {key}", tries=(tries,))
+    elif OmegaConf.is_dict(own):
+        yield Problem(f"{typed}: a mapping {{name: value}} is expected", tries=(f"{key}.{next(iter(own))}=VALUE",))
+    elif OmegaConf.is_list(own) != isinstance(value, list):
+        kind = "a list is" if OmegaConf.is_list(own) else "one value is"
+        tried = grammar.as_typed(OmegaConf.to_container(own) if OmegaConf.is_list(own) else own)
+        yield Problem(f"{typed}: {kind} expected", tries=(grammar.shell(f"{key}={tried}"),))
 
 
 def _about_files(line: CommandLine, error: Exception) -> Problem:

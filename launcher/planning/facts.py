@@ -36,6 +36,7 @@ class Resume:
     checkpoint: str  # absolute
     run_dir: str  # absolute, of the run that saved it
     state: dict[str, Any]  # its state.json
+    exported: bool = True  # that run has its export
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

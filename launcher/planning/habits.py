@@ -39,6 +39,7 @@ HABITS: dict[str, str] = {
     "padding_free": "batches are always packed, without padding",
     "group_by_length": "micro-batches are always filled by tokens and balanced over the ranks",
     "dataloader_num_workers": "rows are read and decoded without worker processes of your choosing",
+    "dataset_num_proc": "rows are read and decoded without worker processes of your choosing",
     "dataloader_drop_last": "the last partial batch is always trained, exactly",
     "remove_unused_columns": "rows are read by their own format; extra columns do no harm",
     # what trains
@@ -73,6 +74,7 @@ HABITS: dict[str, str] = {
     "eval_dataset": "dataset.eval={}",
     "eval_file": "dataset.eval={}",
     "validation_file": "dataset.eval={}",
+    "split_dataset_ratio": "dataset.eval=FILE | held-out rows are a file of their own",
     "cutoff_len": "dataset.max_length={}",
     "model_max_length": "dataset.max_length={}",
     "max_seq_length": "dataset.max_length={}",

@@ -19,7 +19,7 @@ Fine-tune a Qwen-VL model with DeepSpeed, from one command.
   python -m launcher check data ...    read and decode every row, name the bad ones
   python -m launcher config [GROUP]    groups, options and keys, with defaults and what they mean
   python -m launcher status [RUN]      how a run is doing; without RUN, all runs here; RUN may be `latest`
-  python -m launcher logs RUN          what its ranks wrote; --follow, --errors, --rank N
+  python -m launcher logs RUN          what its ranks printed; -f follows, --errors, --rank N
   python -m launcher stop RUN          finish the step, save, end
   python -m launcher resume RUN ...    go on from its last checkpoint
 
@@ -43,7 +43,7 @@ Often typed
 
 Values: null is nothing, [a,b] a list; text with a comma is typed 'key="a, b"'. In zsh, quote words with [ ].
 Exit codes: 0 done, 1 internal error, 2 change the configuration or data, 3 fix a machine, 4 training failed,
-  75 try again later, 130 after Ctrl-C and 143 after SIGTERM, both with a checkpoint saved.
+  130 after Ctrl-C and 143 after SIGTERM, both with a checkpoint saved if training had begun.
 """
 
 _KEY = re.compile(r"(?P<indent> *)(?P<key>[\w]+):(?: +(?P<value>[^#\s][^#]*?))?(?:\s+# (?P<comment>.*))?$")
@@ -69,9 +69,8 @@ def config_text(folders: Sequence[Path], group: str | None) -> str:
     options = keys.options(folders)
     name = group.split(".")[0].split("=")[0]
     if name in keys.SECTIONS or name in keys.kinds():
-        return (
-            "\n".join(line for line in _keys_of(folders[0] / "config.yaml", "") if line.startswith(f"  {name}")) + "\n"
-        )
+        lines = [line for line in _keys_of(folders[0] / "config.yaml", "") if line.startswith(f"  {name}")]
+        return "\n".join(re.sub(r"\s+->", "  ->", line) for line in lines) + "\n"
     if name not in options:
         near = keys.nearest(name, options) or next(iter(keys.meant_keys(group)), "").split(".")[0]
         tries = (f"python -m launcher config {near}",) if near else ("python -m launcher config",)
@@ -107,6 +106,9 @@ def _keys_of(file: Path, prefix: str) -> Iterator[str]:
         if line.startswith("#"):
             above.append(line.lstrip("# ")) if started else None
             continue
+        chosen = re.match(r"  - override /(\w+): (\w+)$", line)
+        if chosen:
+            yield f"  {chosen[1]} = {chosen[2]}"
         found = _KEY.match(line)
         if not found or (in_defaults and line.startswith(" ")):
             above = []

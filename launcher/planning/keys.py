@@ -158,7 +158,7 @@ def meant_keys(word: str) -> tuple[str, ...]:
     # A slip in the last part of a dotted key should not lead to another group, so that group's keys come first.
     section = word.split(".")[0]
     inside_section = [key for key in every if key.startswith(f"{section}.")]
-    close = nearest(word, inside_section) or nearest(word, every)
+    close = nearest(word, inside_section) or nearest(word, every, cutoff=0.6 if "." in word else 0.7)
     if close:
         return (close,)
     leaf = nearest(last, [key.rsplit(".", 1)[-1] for key in every], cutoff=0.7)

@@ -89,7 +89,8 @@ def read_shape(model: ModelConfig, arch: dict[str, Any]) -> Shape:
     def number(section: str, key: str) -> int:
         value = (arch.get(section) or {}).get(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            problems.append(Problem(f"{section}.{key} is {value!r}, but must be a whole number above 0", where))
+            found = "missing" if value is None else repr(value)
+            problems.append(Problem(f"{section}.{key} is {found}, but must be a whole number above 0", where))
             return 1
         return value
 

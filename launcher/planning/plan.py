@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -244,7 +245,8 @@ def run_folder(config: RunConfig, facts: Facts, now: datetime) -> str:
     if facts.resume is not None:
         return facts.resume.run_dir
     model = Path(config.model.path).name if config.model.path else config.model.name
-    name = f"{now:%Y%m%d-%H%M%S}-{model}-{config.tune.name}-{config.zero.name}"
+    parts = f"{now:%Y%m%d-%H%M%S}-{model[:60]}-{config.tune.name}-{config.zero.name}"
+    name = re.sub(r"[^A-Za-z0-9._+]+", "-", parts)  # one folder, that needs no quotes in a shell
     number = 1
     while (name if number == 1 else f"{name}-{number}") in facts.taken:
         number += 1
@@ -265,10 +267,12 @@ def _trains_whole_part(tune: TuneConfig) -> bool:
 
 
 def _finished_problems(plan: RunPlan, facts: Facts) -> list[Problem]:
-    total = plan.batch.total_steps
+    config, total = plan.config, plan.batch.total_steps
     step = facts.resume.state.get("step", 0) if facts.resume else 0
     if total is None or step < total or not facts.resume:
         return []
+    if step == total and config.checkpoint.export and not facts.resume.exported:
+        return []  # it was ended while it wrote the export
     text = f"the checkpoint is at step {step}, and this run ends at step {total}: nothing is left to train"
     return [Problem(text, facts.resume.checkpoint, (f"train.max_steps={2 * total}",))]
 

@@ -29,7 +29,8 @@ class Walk:
         """The data of a RunConfig; worth using only when no problem was found."""
         data = self._section(RunConfig, self.plain, "")
         for key in self.line.values:
-            instead = _INEFFECTIVE[key](data) if key in _INEFFECTIVE else None
+            rule = _INEFFECTIVE.get("model.arch" if key.startswith("model.arch.") else key)
+            instead = rule(data) if rule else None
             if instead:
                 word = self.line.words[key][0]
                 self._refuse(key, f"{word} has no effect with {instead[0]}", (f"{instead[1]} {grammar.shell(word)}",))
@@ -64,12 +65,11 @@ class Walk:
         if plain == MISSING:
             self._missing(key)
             return plain
+        if isinstance(plain, dict) and keys.is_mapping(key) and key not in self.line.spoiled:
+            items = {name: self._resolved(f"{key}.{name}", item) for name, item in plain.items()}
+            return {name: self._checked(f"{key}.{name}", item) for name, item in items.items()}
         value = self._resolved(key, plain)
-        if key in self.line.spoiled:
-            return value
-        if isinstance(value, dict) and keys.is_mapping(key):
-            return {name: self._checked(f"{key}.{name}", item) for name, item in value.items()}
-        return self._checked(key, value)
+        return value if key in self.line.spoiled else self._checked(key, value)
 
     def _checked(self, key: str, value: Any) -> Any:
         typed = key in self.line.values
@@ -150,6 +150,11 @@ def _on_digits(data: dict[str, Any]) -> tuple[str, str] | None:
     return ("dataset=digits", "dataset=jsonl") if data["dataset"]["name"] == "digits" else None
 
 
+def _by_folder(data: dict[str, Any]) -> tuple[str, str] | None:
+    path = data["model"]["path"]
+    return (f"model.path={path}, whose config.json decides", "model.path=null") if path else None
+
+
 def _without_lora(data: dict[str, Any]) -> tuple[str, str] | None:
     parts = [data["tune"][part] for part in ("language", "vision", "projector")]
     return (f"tune={data['tune']['name']}: no part is lora", "tune=lora") if "lora" not in parts else None
@@ -161,6 +166,7 @@ def _with_loss(name: str, other: str) -> Callable[[dict[str, Any]], tuple[str, s
 
 # Key -> what makes a typed value useless, and what to type beside it; None where it has an effect.
 _INEFFECTIVE: dict[str, Callable[[dict[str, Any]], tuple[str, str] | None]] = {
+    "model.arch": _by_folder,
     "dataset.train": _on_digits,
     "dataset.eval": _on_digits,
     "loss.temperature": _with_loss("pointwise", "listwise"),

@@ -178,6 +178,11 @@ class Rank:
     signal: int | None = None
 
     @property
+    def loading(self) -> bool:
+        """Whether it has not begun to train."""
+        return self.status.get("state") in (None, "starting")
+
+    @property
     def finished(self) -> bool:
         """Whether it said that it is through, or that it stopped as asked."""
         return self.status.get("state") in ("done", "stopped")
@@ -232,6 +237,8 @@ class Agent:
 
     def end(self, why: str) -> None:
         """Begin to end all ranks: `stop` lets them save, `failure` is brief, `kill` is at once."""
+        for rank in self.ranks.values():
+            self._read_status(rank)  # one may have begun to train since the last look
         order = ("stop", "failure", "kill")
         if self.ending is not None and order.index(why) <= order.index(self.ending):
             return
@@ -239,7 +246,7 @@ class Agent:
         self.ending = why
         grace_s = {"stop": self.order.stop_grace_s, "failure": FAILURE_GRACE_S, "kill": 0.0}[why]
         running = [rank.process for rank in self.ranks.values() if rank.process and not rank.exited]
-        if why == "stop" and not running:
+        if why == "stop" and all(rank.loading for rank in self.ranks.values()):
             grace_s = 0.0  # nothing was trained, there is nothing to save
         if why != "kill":
             for process in running:

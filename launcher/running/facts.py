@@ -18,7 +18,7 @@ from typing import Any
 from launcher.errors import ConfigError, Problem
 from launcher.planning.facts import Facts, LocalGpu, Resume, TextFile
 from launcher.resources import ds_configs_dir, hostfiles_dir
-from launcher.rundir import resolve_resume
+from launcher.rundir import RunDir, resolve_resume
 from launcher.spec import MISSING, RunConfig
 
 DEFAULT_HOSTFILE = Path("hostfiles/default")
@@ -140,7 +140,10 @@ class _Gatherer:
         except json.JSONDecodeError as error:
             self._problem(f"{text.path}:{error.lineno}: {error.msg}", "model.path=FOLDER with a whole config.json")
             return None
-        return arch if isinstance(arch, dict) else {}
+        if not isinstance(arch, dict):
+            self._problem(f"{text.path} holds no JSON object", "model.path=FOLDER with a whole config.json")
+            return None
+        return arch
 
     def _weights(self) -> bool:
         model = self.config.model
@@ -172,7 +175,9 @@ class _Gatherer:
         except ConfigError as error:
             self.problems.extend(error.problems)
             return None
-        return Resume(checkpoint=str(checkpoint), run_dir=str(checkpoint.parent.parent), state=state)
+        run = RunDir(checkpoint.parent.parent)
+        exported = run.export.is_dir()
+        return Resume(checkpoint=str(checkpoint), run_dir=str(run.path), state=state, exported=exported)
 
     def _gpus(self) -> tuple[tuple[LocalGpu, ...], str | None]:
         """GPUs that this process may use, and CUDA_VISIBLE_DEVICES when it is set."""
@@ -200,7 +205,10 @@ def _local_gpus() -> dict[str, LocalGpu]:
         return _driver_gpus()
     gpus: dict[str, LocalGpu] = {}
     for line in listed.splitlines():
-        index, uuid, name, memory, capability = (word.strip() for word in line.split(","))
+        words = [word.strip() for word in line.split(",")]
+        if len(words) != 5:  # "No devices were found", or that one of them has failed
+            continue
+        index, uuid, name, memory, capability = words
         major, _, minor = capability.partition(".")
         gpus[uuid] = LocalGpu(
             index=int(index),

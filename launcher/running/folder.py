@@ -21,11 +21,12 @@ from launcher.spec import RunPlan, plan_to_json
 class Folder:
     """A run folder that belongs to this process until it is closed, or the process ends."""
 
-    def __init__(self, run: RunDir, lock: int, *, made: bool, past: int | None) -> None:
+    def __init__(self, run: RunDir, lock: int, *, made: bool) -> None:
         self.run = run
         self._lock = lock
         self._made = made  # by this start, not by the user beforehand
-        self._past = past  # plan.N.json holds the plan of the part before this one
+        self._asked = _contents(run)  # of the part before this one
+        self._past = _keep_past(run) if run.plan.exists() else None  # plan.N.json holds that part's plan
 
     def __enter__(self) -> Folder:
         return self
@@ -39,6 +40,8 @@ class Folder:
             for name in ("plan", "outcome"):
                 if (kept := self.run.path / f"{name}.{self._past}.json").exists():
                     os.replace(kept, self.run.path / f"{name}.json")
+            for path, content in self._asked.items():
+                write_atomic(path, content)
         elif self._made:
             shutil.rmtree(self.run.path)
         else:
@@ -71,7 +74,7 @@ def claim(plan: RunPlan) -> Folder:
     if run.plan.exists() and plan.resume_from is None:
         os.close(lock)
         raise ConfigError(Problem(f"{run.path} was taken by another start", tries=("run.name=ANOTHER",)))
-    return Folder(run, lock, made=made, past=_keep_past(run) if run.plan.exists() else None)
+    return Folder(run, lock, made=made)
 
 
 def write_files(run: RunDir, plan: RunPlan, *, config_yaml: str, overrides: Sequence[str]) -> None:
@@ -98,6 +101,12 @@ def _without_secrets(plan: RunPlan) -> RunPlan:
     typed = {name: value for name, value in plan.config.env.set.items() if not is_secret(name)}
     config = dataclasses.replace(plan.config, env=dataclasses.replace(plan.config.env, set=typed))
     return dataclasses.replace(plan, env=env, config=config)
+
+
+def _contents(run: RunDir) -> dict[Path, bytes]:
+    """What `write_files` replaces, but for the plan: few and small files."""
+    paths = (run.config, run.ds_config, run.hostfile, run.command, run.overrides, run.env)
+    return {path: path.read_bytes() for path in paths if path.is_file()}
 
 
 def _keep_past(run: RunDir) -> int:

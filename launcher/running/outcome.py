@@ -44,7 +44,7 @@ def render_end(run: RunDir, verdict: Verdict, tally: Tally, metric: str) -> str:
     elif verdict.status == "stopped":
         lines = [f"stopped after step {steps_done(run, tally.statuses)}"]
     else:
-        lines = ["ended at once: ranks were killed, and what came after the last checkpoint is lost"]
+        lines = ["ranks were killed before they had saved and ended: what came after the last checkpoint is lost"]
     for rank in tally.late_deaths():
         log = short_path(run.log(tally.hosts[rank], rank))
         lines.append(f"  note    rank {rank} crashed while it left, after all was done: {log}")

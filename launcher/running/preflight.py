@@ -155,4 +155,7 @@ def _packages(plan: RunPlan) -> Iterator[Problem]:
             yield Problem(text, tries=(f"cluster.python={sys.executable}",))
             return
     if missing:
-        yield Problem(f"{python} lacks {', '.join(missing)}", tries=(f"{python} -m pip install launcher",))
+        yield Problem(
+            f"{python} lacks {', '.join(missing)}",
+            tries=(f"{python} -m pip install .   (in the launcher's own folder; or its wheel)",),
+        )

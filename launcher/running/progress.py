@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import IO, Any, Protocol
 
@@ -240,11 +239,6 @@ class SafeStream:
     def encoding(self) -> str:
         """Of the stream; rich asks for it."""
         return getattr(self._stream, "encoding", None) or "utf-8"
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        """Write each."""
-        for line in lines:
-            self.write(line)
 
     def fileno(self) -> int:
         """Of the stream; rich asks it for the size of the terminal."""

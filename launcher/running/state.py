@@ -60,9 +60,10 @@ def find_folder(name: str, root: str) -> RunDir:
     for path in (Path(name), Path(root, name)):
         if path.is_dir():
             if not (path / "plan.json").exists():
-                raise _no_run(f"{path} is no run folder: it has no plan.json")
+                raise _no_run(f"{path} is no run folder: it has no plan.json", "python -m launcher status")
             return RunDir(path)
-    raise _no_run(f"no run folder {name}, here or in {root}", *(run.path.name for run in known[:3]))
+    names = [run.path.name for run in known[:3]]
+    raise _no_run(f"no run folder {name}, here or in {root}", *(names or ["python -m launcher"]))
 
 
 def list_runs(root: str) -> list[RunDir]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Any, cast
 
-from launcher.errors import ExitCode
+from launcher.errors import ExitCode, MachineError
 from launcher.planning.command import node_launcher_argv
 from launcher.rundir import RunDir
 from launcher.running.agent import Order, kill_run
@@ -41,7 +41,11 @@ def run_plan(plan: RunPlan, *, config_yaml: str, overrides: Sequence[str]) -> in
     out = cast(IO[str], SafeStream(sys.stdout))
     with StopSignals() as stop, claim(plan) as folder:
         run = folder.run
-        write_files(run, plan, config_yaml=config_yaml, overrides=overrides)
+        try:
+            write_files(run, plan, config_yaml=config_yaml, overrides=overrides)
+        except MachineError:
+            folder.give_back()
+            raise
         print("\n".join(_greeting(plan, run)), file=out, flush=True)
         code = check_data(run, stop, out)
         if code != ExitCode.OK:
@@ -108,18 +112,21 @@ class StopSignals:
 
 
 def check_data(run: RunDir, stop: StopSignals, out: IO[str]) -> int:
-    """Read all rows and images in a process of its own; what it prints is passed on."""
+    """Read all rows and images in a process of its own; what it prints is passed on, its errors last."""
     argv = [sys.executable, "-m", "launcher.training", "check", "--plan", str(run.plan)]
     # A session of its own, so that Ctrl-C reaches it only through us.
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
+    ) as process:
         while True:
             try:
-                said, _ = process.communicate(timeout=TICK_S)
+                said, errors = process.communicate(timeout=TICK_S)
                 break
             except subprocess.TimeoutExpired:
                 if stop.count:
                     process.kill()
     print(said, end="", file=out, flush=True)
+    print(errors, end="", file=SafeStream(sys.stderr), flush=True)
     if stop.count:
         return stop.exit_code
     return process.returncode if process.returncode >= 0 else ExitCode.INTERNAL

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher.errors import ExitCode
+from launcher.errors import ExitCode, MachineError
 from launcher.rundir import RunDir
 from launcher.running.agent import POLL_S
 
@@ -49,6 +49,12 @@ class Failure:
         return error.get("type") in CASCADE_TYPES or bool(CASCADE_TEXT.search(error.get("message", "")))
 
     @property
+    def by_user(self) -> bool:
+        """Whether the message is for people and says all: the traceback would say nothing more."""
+        error = self.error or {}
+        return error.get("exit_code") == ExitCode.CONFIG or error.get("type") == MachineError.__name__
+
+    @property
     def who(self) -> str:
         """Name for people."""
         return f"DeepSpeed's node launcher on {self.host}" if self.rank is None else f"rank {self.rank} on {self.host}"
@@ -58,7 +64,8 @@ class Failure:
         if self.error is not None:
             message = str(self.error.get("message", "")).strip()
             first = message.splitlines()[0] if message else "(no message)"
-            return f"{self.who} failed: {self.error.get('type')}: {first}"
+            kind = "" if self.by_user else f"{self.error.get('type')}: "
+            return f"{self.who} failed: {kind}{first}"
         if self.signal is not None:
             meaning = SIGNAL_MEANINGS.get(signal.Signals(self.signal), "")
             why = f"{signal.Signals(self.signal).name}{f': {meaning}' if meaning else ''}"
@@ -69,9 +76,8 @@ class Failure:
     def details(self) -> list[str]:
         """The end of its traceback, or of its log when there is none."""
         if self.error is not None:
-            by_user = self.error.get("exit_code") == ExitCode.CONFIG
-            text = str(self.error["message" if by_user else "traceback"])
-            return text.rstrip().splitlines()[-SHOWN_LINES:]
+            text = str(self.error["message" if self.by_user else "traceback"]).rstrip().splitlines()
+            return text[1:][:SHOWN_LINES] if self.by_user else text[-SHOWN_LINES:]  # the headline has the first line
         return tail_lines(Path(self.log), SHOWN_LINES)
 
 
@@ -210,13 +216,16 @@ def judge(tally: Tally, asked_by: signal.Signals | None) -> Verdict:
     if tally.all_in("done"):
         return Verdict(status="done", exit_code=ExitCode.OK)
     code = ExitCode.INTERRUPTED if asked_by == signal.SIGINT else ExitCode.TERMINATED
-    killed = any(end["by_us"] and end["signal"] == signal.SIGKILL for end in tally.exits.values())
+    killed = any(
+        end["by_us"] and end["signal"] == signal.SIGKILL and tally.state(rank) not in (None, "starting")
+        for rank, end in tally.exits.items()
+    )
     return Verdict(status="interrupted" if killed else "stopped", exit_code=code)
 
 
 def _failure_code(first: Failure, tally: Tally) -> int:
-    if first.exit_code == ExitCode.CONFIG and first.error is not None:
-        return ExitCode.CONFIG
+    if first.exit_code in (ExitCode.CONFIG, ExitCode.MACHINE) and first.error is not None:
+        return first.exit_code
     if first.rank is None and not tally.statuses and not tally.exits and not tally.lost:
         return ExitCode.MACHINE  # DeepSpeed itself could not start
     return ExitCode.TRAINING

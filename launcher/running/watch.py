@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher.errors import ConfigError, ExitCode, LauncherError, MachineError, Problem
+from launcher.errors import ConfigError, ExitCode, MachineError, Problem
 from launcher.rundir import RunDir, complete_checkpoints
 from launcher.running.agent import Process, kill_run, send
 from launcher.running.journal import evaluations, last_step, rank_statuses, short_path
@@ -27,7 +25,7 @@ MARKS = ("error", "traceback", "exception", "fatal", "killed", "out of memory", 
 
 
 def main(verb: str, argv: Sequence[str]) -> int:
-    """Run `status`, `logs` or `stop` with its arguments; the exit code."""
+    """Run `status`, `logs` or `stop` with its arguments; the exit code. Raises LauncherError."""
     parser = argparse.ArgumentParser(prog=f"python -m launcher {verb}", description=DESCRIPTIONS[verb])
     parser.add_argument("run", nargs="?" if verb == "status" else None, help="run folder, its name, or `latest`")
     parser.add_argument("--root", default=RUNS, help="folder of run folders (default: %(default)s)")
@@ -36,17 +34,7 @@ def main(verb: str, argv: Sequence[str]) -> int:
         parser.add_argument("--rank", type=int, help="only this rank; without it rank 0, or all with --errors")
         parser.add_argument("--errors", action="store_true", help="only lines that tell of an error, of all ranks")
         parser.add_argument("-n", "--lines", type=int, default=TAIL_LINES, help="last lines (default: %(default)s)")
-    options = parser.parse_args(list(argv))
-    try:
-        return VERBS[verb](options)
-    except LauncherError as error:
-        print(error.render(), file=sys.stderr)
-        return int(error.exit_code)
-    except KeyboardInterrupt:
-        return ExitCode.INTERRUPTED
-    except BrokenPipeError:  # `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.OK
+    return VERBS[verb](parser.parse_args(list(argv)))
 
 
 def status(options: argparse.Namespace) -> int:

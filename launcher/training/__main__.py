@@ -7,11 +7,13 @@ check    read and check the data; torch is imported with --lengths only
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import os
 import sys
 from pathlib import Path
 
-from launcher.errors import ConfigError, ExitCode
+from launcher.errors import ExitCode, LauncherError
 from launcher.rundir import RunDir
 from launcher.spec import RunPlan, plan_from_json
 
@@ -23,6 +25,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--plan", type=Path, required=True, help="plan.json of the run")
     parser.add_argument("--lengths", action="store_true", help="check: also tokenise every row")
     options = parser.parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a row's text must not fail in a narrow encoding
     plan = plan_from_json(options.plan.read_text(encoding="utf-8"))
     if options.verb == "check":
         from launcher.training.check import main as check
@@ -41,12 +46,19 @@ def _train(plan: RunPlan) -> int:
 
         train(plan, RunDir(Path(plan.run_dir)), status)
     except Exception as error:
-        code = ExitCode.CONFIG if isinstance(error, ConfigError) else ExitCode.TRAINING
+        code = _exit_code(error)
         status.fail(error, code)
         sys.stdout.flush()
         # Not sys.exit: an atexit hook of a half-dead process group may wait for ranks that never answer.
         os._exit(code)
     return ExitCode.OK
+
+
+def _exit_code(error: Exception) -> ExitCode:
+    if isinstance(error, LauncherError):
+        return error.exit_code
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+    return ExitCode.MACHINE if full else ExitCode.TRAINING
 
 
 def _host_of(plan: RunPlan, rank: int) -> str:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 import os
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from PIL.Image import DecompressionBombWarning
 
 from launcher.errors import ConfigError, ExitCode, Problem
 from launcher.rundir import read_json, write_json
 from launcher.spec import RunConfig, RunPlan
 from launcher.training.formats import Group, Image, read_split
 from launcher.training.images import ImageError, check_image
-from launcher.training.jsonl import BadRow, RowError
+from launcher.training.jsonl import BadRow
 
 SPLITS = ("train", "eval")
 SHOWN = 20  # bad rows of a split named on the terminal; the file holds all
@@ -27,25 +30,28 @@ def main(plan: RunPlan, *, lengths: bool = False) -> int:
 
     `lengths` also tokenises every row, which takes transformers and a while.
     """
+    # Pillow's warning names no file; pictures beyond twice that size are refused by name.
+    warnings.simplefilter("ignore", DecompressionBombWarning)
     try:
-        check_data(plan)
+        usable = check_data(plan)
         if lengths:
-            check_lengths(plan)
+            check_lengths(plan, usable)
     except ConfigError as error:
         print(error.render(), file=sys.stderr)
         return int(error.exit_code)
     return int(ExitCode.OK)
 
 
-def check_data(plan: RunPlan) -> None:
-    """Print a summary of each split and write the bad rows to the run folder, if there is one.
+def check_data(plan: RunPlan) -> dict[str, list[Group]]:
+    """The usable groups of each split, after a summary on the terminal; bad rows go to the run folder, if there is one.
 
     Raises ConfigError for bad rows, unless `dataset.on_bad=skip`, and for a split without any usable row.
     """
-    config, problems, listed = plan.config, [], []
+    config, problems, listed, usable = plan.config, [], [], {}
     for split in SPLITS:
         groups, bad = read_split(config, split)
         groups, bad = _check_images(groups, bad)
+        usable[split] = groups
         listed += [{"split": split, "where": row.where, "id": row.id, "reason": row.reason} for row in bad]
         if groups or bad or split == "train":
             print(_summary(split, groups, bad), flush=True)
@@ -56,34 +62,33 @@ def check_data(plan: RunPlan) -> None:
         write_json(_list_file(plan), listed)
     if problems:
         raise ConfigError(*problems, title="with the data")
+    return usable
 
 
-def check_lengths(plan: RunPlan) -> None:
+def check_lengths(plan: RunPlan, usable: dict[str, list[Group]]) -> None:
     """Print the tokens of a query with its documents; raises ConfigError for rows that fit no prompt or micro-batch."""
-    from launcher.training.batching import make_units
     from launcher.training.encoding import make_encoder
-    from launcher.training.losses import LOSSES
+    from launcher.training.lengths import measure, refusal
     from launcher.training.processors import load_processor
 
-    encoder, limit = make_encoder(plan, load_processor(plan)), plan.batch.max_tokens
+    try:
+        encoder = make_encoder(plan, load_processor(plan))
+    except ConfigError as error:  # weights that are not here yet say nothing about the data
+        print(f"tokens not counted: {error.problems[0].text}", flush=True)
+        return
     problems = []
-    for split in SPLITS:
-        # Held-out groups are scored document by document, so any number of documents fits.
-        splittable = split == "eval" or LOSSES[plan.config.loss.name].per_document
-        tokens, bad = [], []
-        for group in usable_groups(plan, split):
-            try:
-                encoded = encoder.encode(group)
-                make_units([encoded], plan.cost, limit, splittable=splittable)
-            except RowError as error:
-                bad.append(BadRow(group.where, group.id, str(error)))
-                continue
-            tokens.append(encoded.tokens)
-        if tokens:
-            print(_token_summary(plan, split, tokens), flush=True)
-        if bad and (plan.config.dataset.on_bad == "error" or not tokens):
-            lines = [f"{len(bad):,} rows of the {split} data are too long", *(row.reason for row in bad[:SHOWN])]
-            problems.append(Problem("\n".join(lines), tries=("dataset.max_length=... or batch.max_tokens=...",)))
+    for split, groups in usable.items():
+        found = measure(plan, encoder, groups, range(len(groups)), split)
+        if found.tokens:
+            print(_token_summary(plan, split, list(found.tokens.values())), flush=True)
+        if found.cut:
+            limit = plan.config.dataset.max_length
+            print(f"      {found.cut:,} documents cut at their end to fit dataset.max_length={limit}")
+        if found.tokens and found.unfit:
+            named = ", ".join(groups[row].id for row in list(found.unfit)[:SHOWN])
+            print(f"      {len(found.unfit):,} rows are too long: {named}", flush=True)
+        problem = refusal(plan, found, split)
+        problems += [problem] if problem else []
     if problems:
         raise ConfigError(*problems, title="with the data")
 
@@ -95,7 +100,7 @@ def _token_summary(plan: RunPlan, split: str, tokens: list[int]) -> str:
     text += f", 95 % {ordered[len(ordered) * 95 // 100]:,}, longest {ordered[-1]:,}"
     if split == "train":
         micro = math.ceil(mean * batch.global_size / (plan.world_size * batch.max_tokens))
-        text += f"; about {micro} micro-batches a rank and step"
+        text += f"; about {micro} micro-batch{'es' if micro != 1 else ''} a rank and step"
     return text
 
 

@@ -174,9 +174,15 @@ def _start(run: RunDir, aside: Path) -> None:
     aside.mkdir(parents=True)
 
 
+def share(file: Path) -> None:
+    """Let those read a file who may read its folder: safetensors makes files for their owner alone."""
+    file.chmod(file.parent.stat().st_mode & 0o666)
+
+
 def _write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
     """Write, flush to the disk, read back."""
     save_file(tensors, file)
+    share(file)
     _sync(file)
     with safe_open(file, framework="pt") as written:
         if sorted(written.keys()) != sorted(tensors):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import difflib
 import os
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from launcher.training.jsonl import RowError, describe
 
 EMPTY = ("NULL",)  # what empty content reads as in Qwen's published code
 IMAGE_KEYS = {"path", "image", "min_pixels", "max_pixels"}
+DOCUMENTS = ("negative", "negatives", "positive", "positives")
 MEANINGFUL = ("image", "video", "audio", "score", "label")  # a row's key named so is never ignored
 
 
@@ -64,10 +66,17 @@ def refuse_unknown(value: dict[str, Any], known: set[str], name: str) -> None:
 
 
 def refuse_lost(row: dict[str, Any], known: set[str], hint: str) -> None:
-    """Raise RowError for a row's key that holds media or targets which reading would silently drop."""
-    lost = sorted(key for key in row.keys() - known if row[key] and any(word in key.lower() for word in MEANINGFUL))
+    """Raise RowError for a row's key that holds media, targets or documents which reading would silently drop."""
+    unknown = sorted(key for key in row.keys() - known if row[key])
+    lost = [key for key in unknown if any(word in key.lower() for word in MEANINGFUL)]
     if lost:
         raise RowError(f"unknown key: {', '.join(lost)}; {hint}")
+    for key in unknown:
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.9)
+        if not near and isinstance(row[key], list):  # such as hard_negatives
+            near = [name for name in sorted(known) if key.lower().endswith(name) and name in DOCUMENTS]
+        if near:
+            raise RowError(f"unknown key: {key}; did you mean {near[0]}?")
 
 
 def _pixels(value: Any, key: str) -> int | None:
@@ -99,4 +108,4 @@ def _find(value: str, folder: Path) -> str:
         candidate = os.path.normpath(os.path.join(base, path))
         if os.path.isfile(candidate):
             return candidate
-    raise RowError(f"image file missing: {value}")
+    raise RowError(f"image file missing: {value if value == value.strip() else repr(value)}")

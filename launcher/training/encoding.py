@@ -103,12 +103,24 @@ class Encoder:
     def encode(self, group: Group) -> EncodedGroup:
         """Tokenise every prompt of a group whole, then find what they share.
 
-        Raises RowError when a prompt stays above `max_length` with its document's text cut away.
+        Raises RowError when a prompt stays above `max_length` with its document's text cut away, or when cutting
+        leaves nothing that tells a positive from a negative.
         """
         instruction = group.instruction or self.instruction
         prompts = tuple(self._prompt(reranker_prompt(instruction, group.query, d), group) for d in group.documents)
+        if self._contradicts(prompts, group.labels):
+            raise RowError(
+                f"{group.where}: row {group.id}: a positive and a negative read the same once they are cut to "
+                f"dataset.max_length={self.max_length}; raise it, or shorten the query"
+            )
         prefix = shared_prefix(prompts) if self.share_prefix else 0
         return EncodedGroup(group=group, prompts=prompts, prefix=prefix)
+
+    def _contradicts(self, prompts: tuple[Prompt, ...], labels: tuple[float, ...]) -> bool:
+        """Whether documents of both labels were cut (their prompts are full) to the same tokens."""
+        full = [(label, (p.ids.tobytes(), p.images)) for label, p in zip(labels, prompts, strict=True)
+                if len(p) == self.max_length]  # fmt: skip
+        return bool({key for label, key in full if label} & {key for label, key in full if not label})
 
     def _prompt(self, pieces: list[Piece], group: Group) -> Prompt:
         parts = [self._piece(piece) for piece in pieces]

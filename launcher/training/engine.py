@@ -20,6 +20,7 @@ def build_scorer(plan: RunPlan, processor: Any, device: torch.device) -> scoring
     model = models.load_model(plan, special_ids, device, partitioned=sharded)
     rows = scoring.answer_rows(model, ids["no"], ids["yes"])
     kernel, reason = attention.choose_kernel(plan.config.attention.name, device, dtype)
+    print(f"answer tokens: yes {ids['yes']}, no {ids['no']}")
     print(f"attention: {kernel} ({reason})")
     padded = kernel in ("sdpa", "reference")
     attention.install(model.model, kernel, padded)

@@ -20,7 +20,7 @@ from launcher.errors import ConfigError, Problem
 from launcher.rundir import RunDir, complete_checkpoints, is_complete, read_json, write_json
 from launcher.spec import RunPlan
 from launcher.training import models, processors
-from launcher.training.checkpoint import read_masters
+from launcher.training.checkpoint import read_masters, share
 
 MARK = "launcher.json"  # says which run and step an export came from
 _SCORER = "model."  # Scorer's attribute that holds the model
@@ -59,6 +59,8 @@ def export_from_checkpoint(plan: RunPlan, checkpoint: Path, out: Path) -> Path:
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     model.save_pretrained(aside, max_shard_size="5GB")
+    for weights in aside.glob("*.safetensors"):
+        share(weights)
     processor.save_pretrained(aside)
     write_json(aside / MARK, _origin(plan, checkpoint))
     verify_export(aside)

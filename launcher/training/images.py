@@ -105,12 +105,6 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
     return rows * factor, columns * factor
 
 
-def num_tokens(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> int:
-    """Visual tokens of a picture of that size, known without decoding it."""
-    rows, columns = smart_resize(height, width, factor, min_pixels, max_pixels)
-    return rows // factor * (columns // factor)
-
-
 def patchify(
     images: Sequence[PIL.Image.Image], grids: Sequence[Grid], image_processor: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -60,7 +60,7 @@ def parse_line(line: bytes) -> dict[str, Any]:
         raise
     except json.JSONDecodeError as error:
         hint = "; JSON has no comments" if text.lstrip().startswith(("//", "#")) else ""
-        raise RowError(f"not JSON: {error.msg} at column {error.colno}{hint}") from None
+        raise RowError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}{hint}") from None
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits; brackets nested too deep
         raise RowError(f"not JSON: {error}") from None
     if not isinstance(row, dict):

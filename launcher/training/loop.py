@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 
+from launcher.errors import ConfigError, Problem
 from launcher.families import FAMILIES
 from launcher.rundir import RunDir
 from launcher.spec import RunPlan
 from launcher.training import checkpoint, evaluate, export, processors
 from launcher.training.batching import MicroBatch
 from launcher.training.check import usable_groups
-from launcher.training.encoding import make_encoder
+from launcher.training.encoding import Encoder, make_encoder
 from launcher.training.engine import build_scorer, make_engine
 from launcher.training.formats import Group
+from launcher.training.lengths import Lengths, fitting, measure
 from launcher.training.losses import LOSSES
 from launcher.training.metriclog import MetricLog
 from launcher.training.pixels import Pixels
@@ -64,6 +66,7 @@ class Trainer:
     best: dict[str, Any] | None = None  # {"step", "value"} of eval.metric
     last_eval: int = -1
     saved: set[int] = field(default_factory=set)
+    units: float | None = None  # of the loss trained on, over all ranks; None before a step
 
     @classmethod
     def build(cls, plan: RunPlan, run: RunDir, rank: Rank, status: RankStatus, log: MetricLog) -> Trainer:
@@ -74,16 +77,17 @@ class Trainer:
             log.event("phase", phase=name)
 
         phase("reading data")
-        train_rows, eval_rows = (usable_groups(plan, split) for split in ("train", "eval"))
-        phase("loading model")
         processor = processors.load_processor(plan)
+        encoder = make_encoder(plan, processor)
+        train_rows, eval_rows = (_rows(plan, split, encoder, rank, log) for split in ("train", "eval"))
+        phase("loading model")
         scorer = build_scorer(plan, processor, rank.device)
         phase("starting DeepSpeed")
         engine = make_engine(scorer, plan)
         _hold_to_plan(engine.module, plan)
         maker = StepMaker(
             plan,
-            make_encoder(plan, processor),
+            encoder,
             Pixels(processor.image_processor),
             rank=rank.rank,
             padded=scorer.padded,
@@ -140,6 +144,7 @@ class Trainer:
             group["lr"] = lr
         (loss,) = self.rank.sum(optimizer_step(self.engine, self.plan, share.micro_batches, count, self.rank))
         self.step += 1
+        self.units = (self.units or 0.0) + count
         if self.step % config.logging.every_steps == 0 or self.step == self.total_steps:
             seconds = time.monotonic() - asked
             norm = self.engine.get_global_grad_norm()
@@ -177,6 +182,8 @@ class Trainer:
         records = score_rows(self.engine, self.maker, self.eval_rows, self.rank, self.stopping)
         if records is None:
             return
+        if not records:
+            raise _no_usable_row("dataset.eval")
         metrics = evaluate.summarise(records)
         self.last_eval = self.step
         self.log.evaluation(step=self.step, metrics=metrics, groups=len(records))
@@ -214,8 +221,11 @@ class Trainer:
         options = self.plan.config.checkpoint
         if stopped:
             self.log.event("stop_requested", step=self.step)
-            self.save()
+            if self.step > 0:  # else nothing is lost by starting anew
+                self.save()
             return
+        if self.units == 0:
+            raise _no_usable_row("dataset.train")
         self.evaluate()
         if options.at_end or options.export:
             self.save()
@@ -269,6 +279,22 @@ def score_rows(
     return dict(sorted(records.items()))
 
 
+def _rows(plan: RunPlan, split: str, encoder: Encoder, rank: Rank, log: MetricLog) -> list[Group]:
+    """The rows of a split that can be used, the same on every rank; the ranks share the counting of their tokens."""
+    groups = usable_groups(plan, split)
+    lengths = Lengths()
+    mine = range(rank.rank, len(groups), rank.world_size)
+    for part in rank.gather(measure(plan, encoder, groups, mine, split)):
+        lengths.add(part)
+    kept = fitting(plan, lengths, groups, split)
+    for row in sorted(lengths.unfit):
+        _warn(log, f"left out: {lengths.unfit[row]}")
+    if lengths.cut:
+        limit = plan.config.dataset.max_length
+        _warn(log, f"{lengths.cut:,} documents of the {split} data lose their end to fit dataset.max_length={limit}")
+    return kept
+
+
 def _hold_to_plan(scorer: Any, plan: RunPlan) -> None:
     """What trains is what the plan said, to the last parameter; else one of the two is wrong."""
     found = trainable_by_part(scorer, FAMILIES[plan.config.model.family])
@@ -276,6 +302,12 @@ def _hold_to_plan(scorer: Any, plan: RunPlan) -> None:
     print(f"trainable parameters: {found}", flush=True)
     if found != planned:
         raise RuntimeError(f"the plan says that {planned} parameters train, the model has {found}")
+
+
+def _no_usable_row(key: str) -> ConfigError:
+    text = f"every row of {key} was left out: too long, or an image that cannot be read"
+    tries = ("dataset.on_bad=error   (names the first row and why)", "dataset.max_length=... or batch.max_tokens=...")
+    return ConfigError(Problem(text, tries=tries), title="with the data")
 
 
 def _warn(log: MetricLog, text: str) -> None:

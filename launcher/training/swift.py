@@ -15,6 +15,7 @@ from launcher.training.jsonl import RowError, describe
 
 TAG = "<image>"
 IMAGE_KEYS = {"images", "image", "positive_images", "negative_images"}
+ROW_KEYS = IMAGE_KEYS | {"messages", "positive_messages", "negative_messages"}
 
 
 def swift_parts(row: dict[str, Any], folder: Path) -> Parts:
@@ -23,7 +24,7 @@ def swift_parts(row: dict[str, Any], folder: Path) -> Parts:
     The system message nearest to a document wins; all documents of a row must end up with the same one,
     since a group has one instruction.
     """
-    refuse_lost(row, IMAGE_KEYS, f"media are given by {', '.join(sorted(IMAGE_KEYS))}")
+    refuse_lost(row, ROW_KEYS, f"media are given by {', '.join(sorted(IMAGE_KEYS))}")
     system, query = _turn(row.get("messages"), _images(row, folder), "messages")
     positives = _documents(row, "positive", folder)
     negatives = _documents(row, "negative", folder)

@@ -1,8 +1,8 @@
 """A rank without torch: `rank.py train --plan RUN/plan.json [RANK:DEED ...]` steps until told to stop, saves, leaves.
 
-A deed happens at step 3 of that rank: raise, config, kill9, segfault, exit0, killparent. Others hold from the start:
-deaf (ignores SIGTERM), helper (has a child that outlives it), die (fails before its log is open). abort comes after
-the end, which `steps=N` sets.
+A deed happens at step 3 of that rank: raise, config, full, kill9, segfault, exit0, killparent. Others hold from the
+start: deaf (ignores SIGTERM), load (for a minute), helper (has a child that outlives it), die (fails before its log is
+open). abort comes after the end, which `steps=N` sets.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, LauncherError, MachineError
 from launcher.rundir import RunDir, append_json
 from launcher.training.rankstatus import RankStatus
 
@@ -33,11 +33,13 @@ def main() -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if "helper" in deeds:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    if "load" in deeds:
+        time.sleep(60)
     try:
         return train(status, run, rank, total, deeds)
-    except ConfigError as error:
-        status.fail(error, 2)
-        return 2
+    except LauncherError as error:
+        status.fail(error, error.exit_code)
+        return error.exit_code
     except Exception as error:
         status.fail(error, 4)
         return 4
@@ -73,6 +75,8 @@ def do(deeds: set[str]) -> None:
         raise ValueError("row 7 has no positive document")
     if "config" in deeds:
         raise ConfigError("dataset.max_length=4 is shorter than the prompt")
+    if "full" in deeds:
+        raise MachineError("/runs/x: No space left on device")
     if "kill9" in deeds:
         os.kill(os.getpid(), signal.SIGKILL)
     if "segfault" in deeds:

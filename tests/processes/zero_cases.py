@@ -42,11 +42,20 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "lora": ({"tune": LORA}, 300),
     "lora, recomputed": ({"tune": LORA, "recompute": True}, 300),
     "lora, weights from files": ({"tune": LORA, "files": True}, 300),
+    "bf16": ({"bf16": True}, 300),
     "head and projector": (
         {"tune": {"name": "full", "language": "frozen", "vision": "frozen", "projector": "full", "head": "full"}},
         8192,
     ),
 }
+
+# (case, ZeRO stage, ranks). Stages 0 and 1 differ from 2 in what is sharded: one case each shows it.
+RUNS = [(name, 2, 1) for name in CASES] + [
+    (name, stage, 2)
+    for stage in range(4)
+    for name in CASES
+    if stage > 1 or name == "full, small micro-batches" or (name, stage) == ("bf16", 1)
+]
 
 
 def make_case(folder: Path, name: str, stage: int, ranks: int) -> Any:
@@ -54,10 +63,13 @@ def make_case(folder: Path, name: str, stage: int, ranks: int) -> Any:
     import dataclasses
 
     options, max_tokens = CASES[name]
-    config = {key: value for key, value in options.items() if key not in ("recompute", "files")}
+    config = {key: value for key, value in options.items() if key not in ("recompute", "files", "bf16")}
     if options.get("files"):  # under ZeRO-3 they are sharded while they load
         config["model"] = {"weights": "pretrained", "path": str(folder / BASE)}
     plan = tiny_plan(folder, stage=stage, ranks=ranks, max_tokens=max_tokens, **config)
+    if options.get("bf16"):
+        settings = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+        plan = dataclasses.replace(plan, precision="bf16", deepspeed=plan.deepspeed | settings)
     return dataclasses.replace(plan, checkpointed_layers=4 if options.get("recompute") else 0)
 
 
@@ -84,12 +96,11 @@ def main() -> None:
     """Run every case of every stage."""
     out = Path(sys.argv[1])
     world = int(os.environ["WORLD_SIZE"])
-    stages = [0, 1, 2, 3] if world > 1 else [2]
     with distributed(tiny_plan(out, ranks=world)) as rank:
-        for stage in stages:
+        for stage in range(4):
             for name in CASES:
-                if stage in (0, 1) and name != "full, small micro-batches":
-                    continue  # stages 0 and 1 differ from 2 in what is sharded; one case each shows it
+                if (name, stage, world) not in RUNS:
+                    continue
                 numbers, weights = run_case(make_case(out, name, stage, world), rank)
                 if rank.rank == 0:
                     key = f"{name}, stage {stage}, ranks {world}"
