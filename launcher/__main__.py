@@ -101,8 +101,17 @@ def _split_verb(words: list[str]) -> tuple[str, list[str]]:
         return "run", words
     if words[0] in _VERBS:
         return words[0], words[1:]
+    flags = next((i for i, word in enumerate(words) if word.startswith("--")), None)
+    if flags is not None and _is_foreign_verb(words[0]):
+        return "run", words[flags:]  # `swift sft --lora_rank 8`: each flag is answered
     _refuse_verb(words[0])
     return "run", words  # a misplaced word, answered with the other problems
+
+
+def _is_foreign_verb(word: str) -> bool:
+    from launcher.planning import habits
+
+    return habits.VERBS.get(word.lower().replace("-", "").replace("_", "")) == "run"
 
 
 def _refuse_verb(word: str) -> None:

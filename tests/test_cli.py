@@ -208,3 +208,9 @@ def test_a_mistake_of_ours_exits_1_with_its_traceback(monkeypatch: pytest.Monkey
     shown = capsys.readouterr().err
     assert "Traceback" in shown
     assert "internal error: ZeroDivisionError: division by zero" in shown
+
+
+def test_a_whole_foreign_command_has_every_flag_answered(launch: Launch) -> None:
+    done = launch("swift", "sft", "--lora_rank", "8", "--learning_rate", "5e-6")
+    assert done.returncode == 2
+    assert "2 problems" in done.stderr and "try  tune.r=8" in done.stderr and "try  optim.lr=5e-6" in done.stderr

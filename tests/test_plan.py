@@ -270,7 +270,8 @@ def test_the_demo_has_no_warning() -> None:
 
 def test_random_weights_of_any_size_need_no_download() -> None:
     made = plan("model=qwen3_vl_32b", "model.weights=random", *JSONL, "nodes=4", eval_rows=5)
-    assert not any("weights" in warning for warning in made.warnings)
+    assert not any("download" in warning for warning in made.warnings)
+    assert any("keep their random weights" in warning for warning in made.warnings)
 
 
 def test_a_folders_own_config_replaces_the_table() -> None:

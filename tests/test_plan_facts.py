@@ -105,6 +105,23 @@ def test_missing_and_broken_model_folders(here: Path) -> None:
             make_plan(config, gather_facts(config), now=NOW)
 
 
+def test_missing_weight_files_are_named(here: Path) -> None:
+    folder = here / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(compose("model=tiny").model.arch))
+    (folder / "a.safetensors").touch()
+    index = folder / "model.safetensors.index.json"
+    config = compose("model=tiny", f"model.path={folder}", "model.weights=pretrained")
+    for text, said in (
+        ('{"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}', "lacks 1 of 2 weight files: b.safetensors"),
+        ("{", "model.safetensors.index.json cannot be read"),
+    ):
+        index.write_text(text)
+        assert [said in problem.text for problem in gather_facts(config).problems] == [True]
+    index.write_text('{"weight_map": {"x": "a.safetensors"}}')
+    assert gather_facts(config).problems == ()
+
+
 def test_a_model_folder_is_read(here: Path) -> None:
     arch = compose("model=tiny").model.arch
     (here / "model").mkdir()

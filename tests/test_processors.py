@@ -160,6 +160,9 @@ def test_saved_and_loaded_again(tiny: Any, tmp_path: Path) -> None:
 
 def test_a_folder_without_a_processor_is_a_config_error(tmp_path: Path) -> None:
     plan: Any = Plan({}, path=str(tmp_path))
+    with pytest.raises(ConfigError, match="has no tokenizer.json"):
+        load_processor(plan)
+    (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="no tokenizer and image processor") as caught:
         load_processor(plan)
     assert "model.weights=random" in caught.value.problems[0].tries

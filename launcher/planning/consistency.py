@@ -28,6 +28,12 @@ def oddities(config: RunConfig, facts: Facts, world_size: int) -> Iterator[str]:
             f"the data set is digits, because none was named beside model={config.model.name}: "
             "dataset=jsonl dataset.train=FILE names your own"
         )
+    tune = config.tune
+    if config.model.weights == "random" and not tune.language == tune.vision == tune.projector == "full":
+        yield (
+            "the frozen parts keep their random weights, which teaches nothing but how fast it is: "
+            "tune=full tune.vision=full trains all of them"
+        )
     if facts.train_rows is not None and facts.train_rows < config.batch.global_size:
         yield (
             f"dataset.train has {facts.train_rows} rows, fewer than batch.global_size={config.batch.global_size}: "

@@ -121,7 +121,9 @@ def _deepspeed(plan: RunPlan) -> list[str]:
     zero = plan.config.zero
     source = zero.config or f"ds_configs/{zero.file}"
     rows = [(key, _value(value)) for key, value in _flat(plan.deepspeed)]
-    return [f"DeepSpeed  ZeRO stage {plan.deepspeed['zero_optimization']['stage']} ({source})", *_table(rows)]
+    stage = plan.deepspeed["zero_optimization"]["stage"]
+    note = "  (batch numbers are nominal: the training loop decides what a step holds)"
+    return [f"DeepSpeed  ZeRO stage {stage} ({source})", *_table(rows), note]
 
 
 def _environment(plan: RunPlan) -> list[str]:

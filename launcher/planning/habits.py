@@ -180,6 +180,9 @@ VALUES: dict[str, dict[str, str]] = {
 
 # Verbs of other tools and words that people try.
 VERBS = {
+    "swift": "run",
+    "deepspeed": "run",
+    "torchrun": "run",
     "train": "run",
     "sft": "run",
     "launch": "run",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 MASK = "***"
-_MARKS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+_MARKS = ("TOKEN", "KEY", "SECRET", "PASS", "CREDENTIAL")
 
 
 def is_secret(name: str) -> bool:

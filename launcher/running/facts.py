@@ -154,9 +154,26 @@ class _Gatherer:
                 self._problem(
                     f"{self._named('model.path', model.path)}: no *.safetensors in it", "model.weights=random"
                 )
+            if found and model.weights == "pretrained":
+                self._shards(model.path)
             return found
         cached = _hub_cache() / ("models--" + (model.repo or "").replace("/", "--")) / "snapshots"
         return model.repo is not None and any(cached.glob("*/*.safetensors"))
+
+    def _shards(self, name: str) -> None:
+        """Note which of the files that the weights' index names are not there."""
+        folder = self.cwd / name
+        try:
+            files = set(json.loads((folder / "model.safetensors.index.json").read_bytes())["weight_map"].values())
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            self._problem(f"{folder}/model.safetensors.index.json cannot be read", "model.path=FOLDER")
+            return
+        missing = sorted(files - set(_listed(folder)))
+        if missing:
+            text = f"{self._named('model.path', name)} lacks {len(missing)} of {len(files)} weight files: {missing[0]}"
+            self._problem(text, "model.path=FOLDER with all of its weight files")
 
     def _disk(self, folder: Path) -> int | None:
         # os.path says False, where Path raises, for what lies in a folder that must not be entered.

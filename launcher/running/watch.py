@@ -15,7 +15,7 @@ from launcher.running.agent import Process, kill_run, send
 from launcher.running.journal import evaluations, last_step, rank_statuses, short_path
 from launcher.running.outcome import steps_done
 from launcher.running.progress import render_numbers, render_scores
-from launcher.running.state import State, find_folder, find_state, list_runs, read_object
+from launcher.running.state import LATEST, State, find_folder, find_state, list_runs, read_object
 
 TAIL_LINES = 20
 POLL_S = 0.3
@@ -27,7 +27,7 @@ MARKS = ("error", "traceback", "exception", "fatal", "killed", "out of memory", 
 def main(verb: str, argv: Sequence[str]) -> int:
     """Run `status`, `logs` or `stop` with its arguments; the exit code. Raises LauncherError."""
     parser = argparse.ArgumentParser(prog=f"python -m launcher {verb}", description=DESCRIPTIONS[verb])
-    parser.add_argument("run", nargs="?" if verb == "status" else None, help="run folder, its name, or `latest`")
+    parser.add_argument("run", nargs="?" if verb != "stop" else None, help="run folder, its name, or `latest`")
     parser.add_argument("--root", default=RUNS, help="folder of run folders (default: %(default)s)")
     if verb == "logs":
         parser.add_argument("-f", "--follow", action="store_true", help="go on as lines are written")
@@ -93,7 +93,7 @@ def _rank_text(entry: dict[str, Any], state: State) -> str:
 
 def logs(options: argparse.Namespace) -> int:
     """Print the end of rank logs, and what is written to them when asked to follow."""
-    run = find_folder(options.run, options.root)
+    run = find_folder(options.run or LATEST, options.root)
     files = _log_files(run, options.rank, everything=options.errors)
     if not files:
         what = "no log yet" if options.rank is None else f"no log of rank {options.rank}"

@@ -72,7 +72,7 @@ def check_lengths(plan: RunPlan, usable: dict[str, list[Group]]) -> None:
     from launcher.training.processors import load_processor
 
     try:
-        encoder = make_encoder(plan, load_processor(plan))
+        encoder = make_encoder(plan, load_processor(plan, local_only=True))
     except ConfigError as error:  # weights that are not here yet say nothing about the data
         print(f"tokens not counted: {error.problems[0].text}", flush=True)
         return

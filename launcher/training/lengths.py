@@ -54,7 +54,7 @@ def refusal(plan: RunPlan, lengths: Lengths, split: str) -> Problem | None:
     unfit = [lengths.unfit[row] for row in sorted(lengths.unfit)]
     if not unfit or (plan.config.dataset.on_bad == "skip" and lengths.tokens):
         return None
-    lines = [f"{len(unfit):,} rows of the {split} data are too long", *unfit[:SHOWN]]
+    lines = [f"the {split} data has {len(unfit):,} too long row{'s' if len(unfit) != 1 else ''}:", *unfit[:SHOWN]]
     if len(unfit) > SHOWN:
         lines.append(f"and {len(unfit) - SHOWN:,} more")
     tries = ("a larger dataset.max_length or batch.max_tokens", *(("dataset.on_bad=skip",) if lengths.tokens else ()))

@@ -53,15 +53,22 @@ class MetricLog:
         if memory_gib is not None:
             line["memory_gib"] = memory_gib
         self._append_metrics(line)
+        self._print(f"step {step}/{total_steps}  loss {loss:.4f}  lr {lr:.2e}  {queries_per_s:.1f} queries/s")
 
     def evaluation(self, *, step: int, metrics: Mapping[str, float], groups: int) -> None:
         """The numbers of one evaluation, taken after `step` optimizer steps."""
         self._append_metrics({"kind": "eval", "step": step, **metrics, "groups": groups})
+        self._print(f"step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
 
     def event(self, event: str, **fields: Any) -> None:
         """Something that happened once: phase, checkpoint, export, stop_requested, resumed, warning."""
         if self._writes:
             append_json(self._run.events, {"time": time.time(), "event": event, **_plain(fields)})
+
+    def _print(self, line: str) -> None:
+        """To the rank's log, for whoever follows it."""
+        if self._writes:
+            print(line, flush=True)
 
     def _append_metrics(self, line: dict[str, Any]) -> None:
         if self._writes:

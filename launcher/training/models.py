@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
+from launcher.errors import ConfigError, Problem
 from launcher.spec import RunPlan
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -27,17 +29,24 @@ def load_model(plan: RunPlan, special_ids: dict[str, int], device: torch.device,
         with seeded(plan.config.train.seed, device), device:
             return Qwen3VLForConditionalGeneration._from_config(model_config(plan, special_ids), dtype=dtype)
     source = plan.config.model.path or plan.config.model.repo
-    with _partitioned_load(plan) if partitioned else contextlib.nullcontext():
-        model, info = Qwen3VLForConditionalGeneration.from_pretrained(
-            source, dtype=dtype, output_loading_info=True, trust_remote_code=False, use_safetensors=True
-        )
+    try:
+        with _partitioned_load(plan) if partitioned else contextlib.nullcontext():
+            model, info = Qwen3VLForConditionalGeneration.from_pretrained(
+                source, dtype=dtype, output_loading_info=True, trust_remote_code=False, use_safetensors=True
+            )
+    except (OSError, SafetensorError) as error:
+        raise _unusable(f"the weights of {source} cannot be loaded: {str(error).strip()}") from error
     missing = [key for key in info["missing_keys"] if not (key == "lm_head.weight" and _tied(model))]
     if missing or info["unexpected_keys"] or info["mismatched_keys"]:
-        raise ValueError(
+        raise _unusable(
             f"{source} does not hold this model: missing {missing[:5]}, unexpected "
             f"{list(info['unexpected_keys'])[:5]}, mismatched {list(info['mismatched_keys'])[:5]}"
         )
     return model
+
+
+def _unusable(text: str) -> ConfigError:
+    return ConfigError(Problem(text, tries=("model.path=FOLDER with all of its weight files", "model.weights=random")))
 
 
 def model_config(plan: RunPlan, special_ids: dict[str, int]) -> Any:

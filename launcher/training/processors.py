@@ -23,17 +23,22 @@ TOKENS = {
 }
 
 
-def load_processor(plan: RunPlan) -> Any:
+def load_processor(plan: RunPlan, *, local_only: bool = False) -> Any:
     """The processor that this run trains and exports with, its `reranker` chat template included.
 
     From `model.path`, else from the repository of pretrained weights, else built. The template's default
-    instruction is the run's. Raises ConfigError when the files are not there.
+    instruction is the run's. Raises ConfigError when the files are not there; `local_only` asks no network.
     """
     model = plan.config.model
-    if model.path and (model.weights == "pretrained" or _has_tokenizer(Path(model.path))):
-        processor = _from_pretrained(model.path)
+    if model.path and model.weights == "pretrained" and not _has_tokenizer(Path(model.path)):
+        # transformers would make an empty one
+        raise ConfigError(
+            Problem(f"model.path={model.path} has no tokenizer.json", tries=("add the tokenizer's files",))
+        )
+    if model.path and _has_tokenizer(Path(model.path)):
+        processor = _from_pretrained(model.path, local_only=local_only)
     elif model.weights == "pretrained":
-        processor = _from_pretrained(str(model.repo))
+        processor = _from_pretrained(str(model.repo), local_only=local_only)
     else:
         processor = build_processor(plan.arch)
     size = processor.image_processor.size
@@ -111,11 +116,11 @@ def _has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
 
 
-def _from_pretrained(source: str) -> Any:
+def _from_pretrained(source: str, *, local_only: bool) -> Any:
     from transformers import AutoProcessor
 
     try:
-        return AutoProcessor.from_pretrained(source)
+        return AutoProcessor.from_pretrained(source, local_files_only=local_only)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise ConfigError(

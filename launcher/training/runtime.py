@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,6 +52,10 @@ def distributed(plan: RunPlan) -> Iterator[Rank]:
     if not on_gpu:
         _without_shared_memory_op()
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    # DeepSpeed 0.19.8 calls torch.distributed by names that torch 2.14 is about to drop.
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning, message=".*all_gather_into_tensor|.*reduce_scatter_tensor"
+    )
     import deepspeed
 
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
