@@ -8,9 +8,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from launcher.arithmetic import warmup_steps
 from launcher.spec import OptimConfig, TrainConfig
 from launcher.training.batching import Unit, split_step
-from launcher.training.schedule import Order, learning_rate, warmup_length
+from launcher.training.schedule import Order, learning_rate
 
 LIMIT = 100
 units = st.lists(st.integers(1, LIMIT), max_size=40).map(
@@ -72,8 +73,8 @@ def test_steps_of_a_run() -> None:
 def test_schedules_begin_end_and_floor() -> None:
     for name in ("linear", "cosine", "constant"):
         optim = OptimConfig(schedule=name, warmup_ratio=0.1, min_lr_ratio=0.1)
-        warmup = warmup_length(50, optim)
+        warmup = warmup_steps(optim, 50)
         rates = [learning_rate(s, total_steps=50, peak=2.0, warmup_steps=warmup, optim=optim) for s in range(50)]
         assert warmup == 5 and rates[4] == rates[5] == 2.0 and rates[0] == 0.4
         assert min(rates[5:]) >= 0.2 and (name == "constant" or rates[-1] < 0.3)
-    assert warmup_length(50, dataclasses.replace(OptimConfig(), warmup_steps=7)) == 7
+    assert warmup_steps(dataclasses.replace(OptimConfig(), warmup_steps=7), 50) == 7

@@ -6,7 +6,6 @@ Pure: the same configuration and facts give the same plan. All problems are repo
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from launcher import __version__
+from launcher.arithmetic import steps_per_epoch, total_steps, warmup_steps
 from launcher.errors import ConfigError, Problem
 from launcher.families import PARTS
 from launcher.fingerprint import fingerprint, misfits
@@ -135,9 +135,7 @@ def _assemble(config: RunConfig, facts: Facts, now: datetime, decided: _Decided)
     placement, shape, memory = decided.placement, decided.shape, decided.memory
     run_dir = run_folder(config, facts, now)
     batch = plan_batch(config, facts, memory.max_tokens)
-    warmup = config.optim.warmup_steps
-    if warmup is None and batch.total_steps is not None:
-        warmup = math.ceil(batch.total_steps * config.optim.warmup_ratio)
+    warmup = config.optim.warmup_steps if batch.total_steps is None else warmup_steps(config.optim, batch.total_steps)
     attention = choose_attention(config, placement)
     plan = RunPlan(
         run_id=f"{now:%Y%m%d-%H%M%S}-{hashlib.sha256(f'{now.isoformat()} {run_dir}'.encode()).hexdigest()[:6]}",
@@ -221,10 +219,8 @@ def plan_batch(config: RunConfig, facts: Facts, max_tokens: int) -> BatchPlan:
     rows, limit, size = facts.train_rows, config.dataset.max_rows, config.batch.global_size
     if rows is not None and limit is not None:
         rows = min(rows, limit)
-    per_epoch = None if rows is None else math.ceil(rows / size)
-    total = config.train.max_steps
-    if total is None and per_epoch is not None:
-        total = math.ceil(config.train.epochs * per_epoch)
+    per_epoch = None if rows is None else steps_per_epoch(rows, size)
+    total = config.train.max_steps if per_epoch is None else total_steps(config.train, per_epoch)
     return BatchPlan(
         global_size=size,
         max_tokens=max_tokens,

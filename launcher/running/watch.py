@@ -54,6 +54,13 @@ def status(options: argparse.Namespace) -> int:
 
 
 def _row(run: RunDir) -> tuple[str, str, str, str]:
+    try:
+        return _healthy_row(run)
+    except ConfigError:  # one damaged folder must not hide the others; `status RUN` tells what is wrong
+        return run.path.name, "damaged", "-", "-"
+
+
+def _healthy_row(run: RunDir) -> tuple[str, str, str, str]:
     step = last_step(run)
     if step is None:
         return run.path.name, find_state(run).name, "-", "-"

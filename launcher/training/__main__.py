@@ -31,7 +31,9 @@ def main(argv: list[str] | None = None) -> int:
     plan = plan_from_json(options.plan.read_text(encoding="utf-8"))
     if options.verb == "check":
         from launcher.training.check import main as check
+        from launcher.training.rankstatus import die_with_parent
 
+        die_with_parent()  # nobody waits for the answer of a check whose launcher is gone
         return check(plan, lengths=options.lengths)
     return _train(plan)
 

@@ -52,7 +52,7 @@ def check_data(plan: RunPlan) -> dict[str, list[Group]]:
         groups, bad = read_split(config, split)
         groups, bad = _check_images(groups, bad)
         usable[split] = groups
-        listed += [{"split": split, "where": row.where, "id": row.id, "reason": row.reason} for row in bad]
+        listed += [_listed(split, row) for row in bad]
         if groups or bad or split == "train":
             print(_summary(split, groups, bad), flush=True)
             problems += _problems(config, split, groups, bad)
@@ -118,6 +118,17 @@ def usable_groups(plan: RunPlan, split: str) -> list[Group]:
     if problems:
         raise ConfigError(*problems, title="with the data")
     return groups
+
+
+def note_bad_rows(plan: RunPlan, split: str, rows: list[BadRow]) -> None:
+    """Add rows to the run's list of bad ones."""
+    if rows and _list_file(plan).parent.is_dir():
+        known = read_json(_list_file(plan)) if _list_file(plan).is_file() else []
+        write_json(_list_file(plan), known + [_listed(split, row) for row in rows])
+
+
+def _listed(split: str, row: BadRow) -> dict[str, str]:
+    return {"split": split, "where": row.where, "id": row.id, "reason": row.reason}
 
 
 def images_of(groups: Iterable[Group]) -> dict[Image, list[int]]:

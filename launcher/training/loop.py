@@ -10,23 +10,25 @@ from typing import Any
 
 import torch
 
+from launcher.arithmetic import warmup_steps
 from launcher.errors import ConfigError, Problem
 from launcher.families import FAMILIES
 from launcher.rundir import RunDir
 from launcher.spec import RunPlan
 from launcher.training import checkpoint, evaluate, export, processors
 from launcher.training.batching import MicroBatch
-from launcher.training.check import usable_groups
+from launcher.training.check import note_bad_rows, usable_groups
 from launcher.training.encoding import Encoder, make_encoder
 from launcher.training.engine import build_scorer, make_engine
 from launcher.training.formats import Group
+from launcher.training.jsonl import BadRow
 from launcher.training.lengths import Lengths, fitting, measure
 from launcher.training.losses import LOSSES
 from launcher.training.metriclog import MetricLog
 from launcher.training.pixels import Pixels
 from launcher.training.rankstatus import RankStatus
 from launcher.training.runtime import Rank, distributed
-from launcher.training.schedule import Order, learning_rate, warmup_length
+from launcher.training.schedule import Order, learning_rate
 from launcher.training.steps import Step, StepMaker, prefetched, training_steps
 from launcher.training.tuning import trainable_by_part
 
@@ -111,8 +113,7 @@ class Trainer:
         if self.step == 0 and config.eval.at_start:
             self.evaluate()
         if self.stopping():  # asked for while loading or evaluating
-            self._finish(stopped=True)
-            return True
+            return self._finish(stopped=True)
         stopped = False
         asked = time.monotonic()  # waiting for data counts as part of a step
         for share in training_steps(self.maker, self.train_rows, self.order, self.step, self.total_steps):
@@ -125,8 +126,7 @@ class Trainer:
             if self._due(config.checkpoint.every_steps) or self._epoch_ended():
                 self.save()
             asked = time.monotonic()
-        self._finish(stopped)
-        return stopped
+        return self._finish(stopped)
 
     def stopping(self) -> bool:
         """Whether any rank was asked to stop; a collective call."""
@@ -165,7 +165,7 @@ class Trainer:
 
     def _learning_rate(self) -> float:
         optim, total = self.plan.config.optim, self.total_steps
-        warmup = warmup_length(total, optim)
+        warmup = warmup_steps(optim, total)
         return learning_rate(self.step, total_steps=total, peak=self.plan.lr, warmup_steps=warmup, optim=optim)
 
     def _due(self, every: int | None) -> bool:
@@ -217,18 +217,20 @@ class Trainer:
         self.saved.add(self.step)
         self.log.event("resumed", step=self.step, path=folder)
 
-    def _finish(self, stopped: bool) -> None:
+    def _finish(self, stopped: bool) -> bool:
+        """Evaluate and save what the end, or a stop, asks for; true when it was a stop."""
         options = self.plan.config.checkpoint
+        if not stopped:
+            if self.units == 0:
+                raise _no_usable_row("dataset.train")
+            self.evaluate()
+            stopped = self.stopping()  # that evaluation may have been cut short
         if stopped:
             self.log.event("stop_requested", step=self.step)
-            if self.step > 0:  # else nothing is lost by starting anew
-                self.save()
-            return
-        if self.units == 0:
-            raise _no_usable_row("dataset.train")
-        self.evaluate()
-        if options.at_end or options.export:
+        # Before the first step nothing is lost by starting anew.
+        if (stopped and self.step > 0) or (not stopped and (options.at_end or options.export)):
             self.save()
+        return stopped
 
 
 def optimizer_step(engine: Any, plan: RunPlan, batches: Sequence[MicroBatch], count: float, rank: Rank) -> float:
@@ -289,6 +291,8 @@ def _rows(plan: RunPlan, split: str, encoder: Encoder, rank: Rank, log: MetricLo
     kept = fitting(plan, lengths, groups, split)
     for row in sorted(lengths.unfit):
         _warn(log, f"left out: {lengths.unfit[row]}")
+    if rank.rank == 0:  # every rank has read the list by now: it met the others in `gather`
+        note_bad_rows(plan, split, [BadRow(groups[r].where, groups[r].id, lengths.unfit[r]) for r in lengths.unfit])
     if lengths.cut:
         limit = plan.config.dataset.max_length
         _warn(log, f"{lengths.cut:,} documents of the {split} data lose their end to fit dataset.max_length={limit}")

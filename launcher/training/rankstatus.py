@@ -51,7 +51,7 @@ class RankStatus:
         """
         status = cls(run.rank(rank), rank, host)
         _redirect_output(run.log(host, rank))
-        _die_with_parent()
+        die_with_parent()
         faulthandler.enable(file=2, all_threads=True)
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -109,8 +109,8 @@ def _redirect_output(log: Path) -> None:
     os.close(file)
 
 
-def _die_with_parent() -> None:
-    """Have the kernel kill this rank when its node launcher ends, however that ends."""
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent (a rank's node launcher) ends, however that ends."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from launcher.arithmetic import steps_per_epoch, total_steps
 from launcher.spec import OptimConfig, TrainConfig
 
 
@@ -30,13 +31,6 @@ def learning_rate(step: int, *, total_steps: int, peak: float, warmup_steps: int
     return peak * (floor + (1.0 - floor) * shapes[optim.schedule])
 
 
-def warmup_length(total_steps: int, optim: OptimConfig) -> int:
-    """Warm-up steps: given, or a ratio of all steps, rounded up."""
-    if optim.warmup_steps is not None:
-        return optim.warmup_steps
-    return math.ceil(total_steps * optim.warmup_ratio)
-
-
 @dataclass(frozen=True, slots=True)
 class Order:
     """Which rows each global batch holds: a pure function of (seed, epoch, batch), the same on any number of ranks."""
@@ -48,11 +42,11 @@ class Order:
     @property
     def steps_per_epoch(self) -> int:
         """Batches an epoch, the last one maybe smaller."""
-        return math.ceil(self.rows / self.global_size)
+        return steps_per_epoch(self.rows, self.global_size)
 
     def total_steps(self, train: TrainConfig) -> int:
         """Optimizer steps of the whole run."""
-        return train.max_steps or math.ceil(train.epochs * self.steps_per_epoch)
+        return total_steps(train, self.steps_per_epoch)
 
     def batch(self, step: int) -> np.ndarray:
         """Row numbers of optimizer step `step` (from 0)."""
