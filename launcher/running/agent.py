@@ -245,7 +245,12 @@ class Agent:
         self.emit("ending", why=why)
         self.ending = why
         grace_s = {"stop": self.order.stop_grace_s, "failure": FAILURE_GRACE_S, "kill": 0.0}[why]
-        running = [rank.process for rank in self.ranks.values() if rank.process and not rank.exited]
+        # One that has failed is on its way out, with an exit code that a signal would replace.
+        running = [
+            rank.process
+            for rank in self.ranks.values()
+            if rank.process and not rank.exited and rank.status.get("state") != "failed"
+        ]
         if why == "stop" and all(rank.loading for rank in self.ranks.values()):
             grace_s = 0.0  # nothing was trained, there is nothing to save
         if why != "kill":
@@ -267,13 +272,21 @@ class Agent:
         missing = any(rank.process is None for rank in self.ranks.values())
         if self.launcher_over or not missing:
             return
-        for process in processes():
-            number = read_environment(process.pid).get("RANK", "") if process.parent == self.launcher.pid else ""
+        children = [process for process in processes() if process.parent == self.launcher.pid]
+        for process in children:
+            number = read_environment(process.pid).get("RANK", "")
             rank = self.ranks.get(int(number)) if number.isdigit() else None
             if rank is not None and rank.process is None:
                 rank.process = process
                 if self.ending is not None:
                     send(process, signal.SIGTERM)
+        # A rank that is dead before the first look has no environment any more; ranks are started in their order.
+        known = {rank.process.pid for rank in self.ranks.values() if rank.process}
+        dead = sorted((p for p in children if p.ended and p.pid not in known), key=lambda process: process.pid)
+        unseen = [rank for rank in self.ranks.values() if rank.process is None]
+        if len(dead) == len(unseen):
+            for rank, process in zip(unseen, dead, strict=True):
+                rank.process = process
 
     def _read_status(self, rank: Rank) -> None:
         path = Path(self.order.run_dir, "ranks", f"{rank.number}.json")
