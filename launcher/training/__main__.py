@@ -12,6 +12,7 @@ import io
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from launcher.errors import ExitCode, LauncherError
 from launcher.rundir import RunDir
@@ -35,14 +36,15 @@ def main(argv: list[str] | None = None) -> int:
 
         die_with_parent()  # nobody waits for the answer of a check whose launcher is gone
         return check(plan, lengths=options.lengths)
-    return _train(plan)
+    _train(plan)
 
 
-def _train(plan: RunPlan) -> int:
+def _train(plan: RunPlan) -> NoReturn:
     from launcher.training.rankstatus import RankStatus
 
     rank = int(os.environ["RANK"])
     status = RankStatus.open(RunDir(Path(plan.run_dir)), rank, _host_of(plan, rank))
+    code = ExitCode.OK
     try:
         from launcher.training.loop import train  # torch comes with it
 
@@ -50,10 +52,11 @@ def _train(plan: RunPlan) -> int:
     except Exception as error:
         code = _exit_code(error)
         status.fail(error, code)
-        sys.stdout.flush()
-        # Not sys.exit: an atexit hook of a half-dead process group may wait for ranks that never answer.
-        os._exit(code)
-    return ExitCode.OK
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: all is written by now, and what the interpreter tears down may wait for ranks that never answer
+    # (after an error) or abort in gloo's threads ("terminate called without an active exception", after success).
+    os._exit(code)
 
 
 def _exit_code(error: Exception) -> ExitCode:
