@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher import __version__
 from launcher.errors import ConfigError, ExitCode, LauncherError, MachineError, Problem
+from launcher.streams import silence, take_any_text
 
 if TYPE_CHECKING:
     from launcher.planning.config import Composed
@@ -35,11 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return int(ExitCode.INTERRUPTED)
     except BrokenPipeError:
-        _silence(sys.stdout)  # the reader (head, less) has gone
+        silence(sys.stdout)  # the reader (head, less) has gone
         return int(ExitCode.OK)
     except Exception as error:
         if isinstance(error, OSError) and errno.errorcode.get(error.errno or 0) in _REFUSED:
-            _silence(sys.stdout)  # it may be what cannot be written
+            silence(sys.stdout)  # it may be what cannot be written
             tries = ("check that path: free space, permission, mount",)
             return _refuse(MachineError(Problem(str(error), tries=tries), title="with this machine"))
         if isinstance(error, ModuleNotFoundError) and not (error.name or "launcher").startswith("launcher"):
@@ -58,7 +58,7 @@ def _refuse(error: LauncherError) -> int:
     try:
         print(error.render(), file=sys.stderr, flush=True)
     except OSError:
-        _silence(sys.stderr)
+        silence(sys.stderr)
     return int(error.exit_code)
 
 
@@ -71,14 +71,7 @@ def _open_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
     sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-
-
-def _silence(stream: Any) -> None:
-    """Let what Python still holds of `stream` go nowhere: it must not fail again when it is flushed at exit."""
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), stream.fileno())
+    take_any_text()
 
 
 def _dispatch(words: list[str]) -> int:
@@ -111,7 +104,11 @@ def _split_verb(words: list[str]) -> tuple[str, list[str]]:
 def _is_foreign_verb(word: str) -> bool:
     from launcher.planning import habits
 
-    return habits.VERBS.get(word.lower().replace("-", "").replace("_", "")) == "run"
+    return habits.VERBS.get(_plain(word)) == "run"
+
+
+def _plain(word: str) -> str:
+    return word.lower().replace("-", "").replace("_", "")
 
 
 def _refuse_verb(word: str) -> None:
@@ -120,8 +117,7 @@ def _refuse_verb(word: str) -> None:
 
     if word in _LATER:
         raise ConfigError(Problem(f"{word} is not part of this version", tries=("python -m launcher help",)))
-    plain = word.lower().replace("-", "").replace("_", "")
-    near = keys.nearest(plain, [*_VERBS, *habits.VERBS], cutoff=0.7)
+    near = keys.nearest(_plain(word), [*_VERBS, *habits.VERBS], cutoff=0.7)
     if near and (word not in keys.groups() or word in habits.VERBS):
         ours = habits.VERBS.get(near, near)
         raise ConfigError(Problem(f"there is no verb {word}", tries=(f"python -m launcher {ours} ...",)))

@@ -9,6 +9,7 @@ from typing import IO, Any, Protocol
 
 from launcher.rundir import RunDir
 from launcher.running.journal import JsonTail, Line, eval_scores, short_path
+from launcher.streams import silence
 
 PLAIN_EVERY_S = 10.0
 RATE_STEPS = 5  # the time left is told from the pace of so many steps on
@@ -221,7 +222,7 @@ class SafeStream:
         try:
             return self._stream.write(text)
         except OSError:
-            self._silence()
+            silence(self._stream)
             return len(text)
 
     def flush(self) -> None:
@@ -229,7 +230,7 @@ class SafeStream:
         try:
             self._stream.flush()
         except OSError:
-            self._silence()
+            silence(self._stream)
 
     def isatty(self) -> bool:
         """Whether a person looks at it."""
@@ -243,11 +244,6 @@ class SafeStream:
     def fileno(self) -> int:
         """Of the stream; rich asks it for the size of the terminal."""
         return self._stream.fileno()
-
-    def _silence(self) -> None:
-        # The interpreter flushes the stream once more at its end, which must not fail either.
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), self._stream.fileno())
 
 
 def make_display(out: IO[str]) -> Display:

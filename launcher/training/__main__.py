@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import io
 import os
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import NoReturn
 from launcher.errors import ExitCode, LauncherError
 from launcher.rundir import RunDir
 from launcher.spec import RunPlan, plan_from_json
+from launcher.streams import take_any_text
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,9 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--plan", type=Path, required=True, help="plan.json of the run")
     parser.add_argument("--lengths", action="store_true", help="check: also tokenise every row")
     options = parser.parse_args(argv)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a row's text must not fail in a narrow encoding
+    take_any_text()
     plan = plan_from_json(options.plan.read_text(encoding="utf-8"))
     if options.verb == "check":
         from launcher.training.check import main as check

@@ -42,8 +42,10 @@ def build_scorer(plan: RunPlan, processor: Any, device: torch.device) -> scoring
 
 
 def make_engine(scorer: scoring.Scorer, plan: RunPlan) -> Any:
-    """A DeepSpeed engine with torch's own AdamW, which needs no compiled op. One parameter group: see DESIGN notes
-    on universal state; the learning rate is set by the loop before each step."""
+    """A DeepSpeed engine with torch's own AdamW, which needs no compiled op.
+
+    One parameter group: the loop sets its learning rate before each step.
+    """
     import deepspeed
 
     optim = plan.config.optim
