@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from launcher.planning.config import Composed
     from launcher.spec import RunPlan
 
-_LOOK = ("status", "logs", "stop")
+_LOOK = ("status", "logs", "stop", "env", "report")
+_JOB = "--job-of-a-sweep"  # its words come on standard input; for running/sweep.py only
 # What a disk or file system refuses: somebody must mend the machine, not the launcher.
 _REFUSED = {"EACCES", "EDQUOT", "EIO", "ELOOP", "ENAMETOOLONG", "ENOSPC", "EPERM", "EROFS", "ESTALE"}
-_LATER = ("fetch", "env", "evaluate", "score", "export", "report", "sweep")
+_LATER = ("fetch", "evaluate", "score", "export")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,6 +76,10 @@ def _open_streams() -> None:
 
 
 def _dispatch(words: list[str]) -> int:
+    if words == [_JOB]:
+        import json
+
+        return _run_verb(json.load(sys.stdin))  # a command line would show its secrets to everyone
     verb, rest = _split_verb(words)
     if verb == "version":
         print(f"launcher {__version__}")
@@ -90,6 +95,9 @@ def _split_verb(words: list[str]) -> tuple[str, list[str]]:
         return "help", []
     if words[:1] == ["--version"]:
         return "version", []
+    if words[:1] and words[0] in ("-m", "--multirun"):
+        verb, rest = _split_verb(words[1:])
+        return verb, [words[0], *rest]
     if not words or words[0].startswith("-") or "=" in words[0]:
         return "run", words
     if words[0] in _VERBS:
@@ -139,6 +147,12 @@ def _plan(words: Sequence[str]) -> tuple[Composed, RunPlan]:
 
 
 def _run_verb(words: list[str]) -> int:
+    from launcher.planning.overrides import is_sweep
+
+    if is_sweep(words):
+        from launcher.running.sweep import run_sweep
+
+        return run_sweep(words, [sys.executable, "-m", "launcher", _JOB])
     composed, plan = _plan(words)
 
     from launcher.running.supervise import run_plan
@@ -147,8 +161,13 @@ def _run_verb(words: list[str]) -> int:
 
 
 def _plan_verb(words: list[str]) -> int:
+    from launcher.planning.overrides import is_sweep
+
     as_json = "--json" in words
-    _, plan = _plan([word for word in words if word != "--json"])
+    words = [word for word in words if word != "--json"]
+    if is_sweep(words):
+        return _plan_sweep(words, as_json)
+    _, plan = _plan(words)
     if as_json:
         import json
 
@@ -158,6 +177,25 @@ def _plan_verb(words: list[str]) -> int:
 
         print(describe(plan))
     return int(ExitCode.OK)
+
+
+def _plan_sweep(words: list[str], as_json: bool) -> int:
+    from launcher.planning.sweeps import describe_jobs
+    from launcher.running.sweep_plan import plan_sweep
+
+    planned = plan_sweep(words)
+    if as_json:
+        import json
+
+        jobs = [
+            {"number": job.number, "differs": dict(job.differs), "plan": plan_data(planned.plans[job.number])}
+            for job in planned.jobs
+            if job.number in planned.plans
+        ]
+        print(json.dumps({"jobs": jobs}, indent=2, ensure_ascii=False))
+    else:
+        print("\n".join(describe_jobs(planned.jobs, planned.plans, planned.invalid)))
+    return int(ExitCode.CONFIG if planned.invalid else ExitCode.OK)
 
 
 def plan_data(plan: RunPlan) -> dict[str, Any]:
@@ -224,6 +262,18 @@ def _watch_verb(verb: str) -> Callable[[list[str]], int]:
     return look
 
 
+def _env_verb(words: list[str]) -> int:
+    from launcher.running import environment
+
+    return environment.main(words)
+
+
+def _report_verb(words: list[str]) -> int:
+    from launcher.reporting import verb
+
+    return verb.main(words)
+
+
 def _help_verb(words: list[str]) -> int:
     if words:
         return _config_verb(words)
@@ -239,8 +289,10 @@ _VERBS: dict[str, Callable[[list[str]], int]] = {
     "plan": _plan_verb,
     "config": _config_verb,
     "check": _check_verb,
-    **{verb: _watch_verb(verb) for verb in _LOOK},
+    **{verb: _watch_verb(verb) for verb in ("status", "logs", "stop")},
     "resume": _resume_verb,
+    "report": _report_verb,
+    "env": _env_verb,
     "help": _help_verb,
 }
 

@@ -14,6 +14,7 @@ from typing import Any
 from launcher.errors import ConfigError, Problem
 
 COMPLETE = "COMPLETE"
+SWEEP = "sweep.json"  # in a folder of runs that were started together: what each was and became
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,11 @@ class RunDir:
         return self.path / "env.txt"
 
     @property
+    def environment(self) -> Path:
+        """Versions and machine, as `launcher env` prints them."""
+        return self.path / "environment.json"
+
+    @property
     def logs(self) -> Path:
         """Folder of one log file a rank and one a node launcher."""
         return self.path / "logs"
@@ -88,6 +94,26 @@ class RunDir:
     def events(self) -> Path:
         """One JSON object a line: what happened and when."""
         return self.path / "events.jsonl"
+
+    @property
+    def monitor(self) -> Path:
+        """One JSON object a line: what GPUs, memory and network of each host did, every few seconds."""
+        return self.path / "monitor.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Folder of TensorBoard's event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def profile(self) -> Path:
+        """Folder of what profilers wrote."""
+        return self.path / "profile"
+
+    @property
+    def report(self) -> Path:
+        """The page for people, made anew by `launcher report RUN`."""
+        return self.path / "report.html"
 
     @property
     def checkpoints(self) -> Path:

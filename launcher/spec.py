@@ -192,6 +192,19 @@ class LoggingConfig:
     """What is written while it runs."""
 
     every_steps: int = 1
+    monitor_every_s: float | None = 5.0  # null = no monitor
+    trackers: list[str] = field(default_factory=list)  # wandb | mlflow | swanlab, beside TensorBoard
+    project: str = "launcher"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Which steps of which ranks are looked at closely, and by what."""
+
+    name: str = MISSING  # none | torch | nsys | deepspeed | comms
+    first_step: int = 10
+    steps: int = 3
+    ranks: list[int] = field(default_factory=lambda: [0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +213,15 @@ class EnvConfig:
 
     file: str | None = None
     set: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """What a sweep (-m) does beside starting its jobs; without effect on a single run."""
+
+    metric: str | None = None  # the table is sorted by it; null = eval.metric
+    fail_fast: bool = False
+    skip_invalid: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +248,8 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    sweep: SweepOptions = field(default_factory=SweepOptions)
     env: EnvConfig = field(default_factory=EnvConfig)
 
 

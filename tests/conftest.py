@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-collect_ignore_glob = ["processes/*", "tools/*"]  # programs that tests start, not modules with doctests
+collect_ignore_glob = ["processes/*", "tools/*", "bench/*"]  # programs, not modules with doctests
 
 REPO = Path(__file__).resolve().parent.parent
 
 # Set by schedulers, launchers and users' shells; each would change what a run or a plan does.
 FOREIGN = ("CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "NNODES")
 FOREIGN_PREFIXES = ("DS_ENV_FILE", "MASTER_", "SLURM_", "NCCL_", "TORCHELASTIC_", "HYDRA_", "LAUNCHER_")
+KEPT = ("NCCL_NVLS_ENABLE",)  # says what the machine's NVLink can do, not what a run should
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -25,25 +26,33 @@ Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 def pytest_configure(config: pytest.Config) -> None:
     """Scrub the environment once, so that fixtures of every scope and all child processes see the same."""
     for name in list(os.environ):
-        if name in FOREIGN or name.startswith(FOREIGN_PREFIXES):
+        if (name in FOREIGN or name.startswith(FOREIGN_PREFIXES)) and name not in KEPT:
             del os.environ[name]
     os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ["PYTHONPATH"] = str(REPO)  # children find the package from any folder, installed or not
+    # Children find the package from any folder, installed or not, and then what this process finds.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect, rather than skip, what needs a GPU where there is none: a skipped test stays a warning."""
-    if _has_gpu():
-        return
-    gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu:
-        config.hook.pytest_deselected(items=gpu)
-        items[:] = [item for item in items if item not in gpu]
+    """Deselect, rather than skip, what needs more GPUs than there are: a skipped test stays a warning."""
+    there = _count_gpus() if any(map(_gpus_needed, items)) else 0
+    without = [item for item in items if _gpus_needed(item) > there]
+    if without:
+        config.hook.pytest_deselected(items=without)
+        items[:] = [item for item in items if item not in without]
 
 
-def _has_gpu() -> bool:
+def _gpus_needed(item: pytest.Item) -> int:
+    """The largest N of the test's marks `gpu` (one) and `gpu(N)`."""
+    return max((mark.args[0] if mark.args else 1 for mark in item.iter_markers("gpu")), default=0)
+
+
+def _count_gpus() -> int:
     tool = shutil.which("nvidia-smi")
-    return tool is not None and subprocess.run([tool, "-L"], capture_output=True, check=False).returncode == 0
+    if tool is None:
+        return 0
+    listed = subprocess.run([tool, "-L"], capture_output=True, text=True, check=False)
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import os
 import queue
@@ -19,6 +20,8 @@ from typing import Any
 from launcher.rundir import RunDir
 from launcher.running.agent import find_run
 from launcher.running.transport import Link, start_local
+from launcher.spec import plan_to_json
+from tests.planning_support import plan
 
 PROCESSES = Path(__file__).resolve().parent / "processes"
 RANK = str(PROCESSES / "rank.py")
@@ -38,7 +41,7 @@ def deepspeed(*deeds: str) -> list[str]:
     return [*head, RANK, "train", "--plan", "plan.json", *deeds]
 
 
-def order(run: Path, argv: list[str], *, stop_grace_s: float = 20.0) -> dict[str, Any]:
+def order(run: Path, argv: list[str], *, stop_grace_s: float = 20.0, **more: Any) -> dict[str, Any]:
     """What the supervisor would send to the agent of this machine."""
     return {
         "run_id": f"test-{uuid.uuid4().hex}",
@@ -49,6 +52,7 @@ def order(run: Path, argv: list[str], *, stop_grace_s: float = 20.0) -> dict[str
         "env": {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.environ["PYTHONPATH"]},
         "ranks": list(range(RANKS)),
         "stop_grace_s": stop_grace_s,
+        **more,
     }
 
 
@@ -119,6 +123,8 @@ class Run:
         self.dir = RunDir(folder)
         self.order = order(folder, argv, **options)
         (folder / "order.json").write_text(json.dumps(self.order))
+        # The demo's plan: what the ranks really do comes from `argv`.
+        self.dir.plan.write_text(plan_to_json(dataclasses.replace(plan(), run_dir=str(folder))))
         self.process = subprocess.Popen(
             [sys.executable, str(PROCESSES / "supervisor.py"), str(folder), str(folder / "order.json")],
             stdout=subprocess.PIPE,

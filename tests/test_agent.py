@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
-from running_support import RANK, RANKS, Watched, order, stand_in, wait_until
 
 from launcher.running import agent
 from launcher.running.agent import find_run, is_alive, read_process
+from tests.running_support import RANK, RANKS, Watched, order, stand_in, wait_until
 
 
 def test_ranks_that_are_done_end_well(runs: Path) -> None:

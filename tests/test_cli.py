@@ -84,7 +84,9 @@ def test_config_without_a_group_is_the_table_of_contents(capsys: Captured) -> No
         ("check", "check what?", "python -m launcher check data ..."),
         ("resume", "resume which run?", "python -m launcher resume FOLDER"),
         ("resume nowhere", "no run folder nowhere, here or in runs", "python -m launcher"),
-        ("plan -m train.seed=1,2", "sweeps are not part of this version", "train.seed=1"),
+        ("check data -m train.seed=1,2", "-m starts a sweep", "python -m launcher -m KEY=VALUE,VALUE"),
+        ("plan train.seed=1,2", "one run takes one value", "python -m launcher -m train.seed=1,2"),
+        ("sweep zero=stage2,stage3", "there is no verb sweep", "python -m launcher -m ..."),
         ("plan model=tiny --jsn", "--jsn", ""),
     ],
 )

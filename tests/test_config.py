@@ -13,8 +13,9 @@ from omegaconf import OmegaConf
 from launcher.errors import ConfigError
 from launcher.planning import checks, grammar, habits, keys
 from launcher.planning.config import Composed, read_config
-from launcher.planning.overrides import read_command_line
+from launcher.planning.overrides import is_sweep, read_command_line
 from launcher.planning.resumed import resumed_words
+from launcher.planning.sweeps import read_jobs, refusal
 from launcher.resources import conf_dir
 
 CASES = Path(__file__).parent / "cases" / "hydra"
@@ -24,9 +25,15 @@ UPDATE = os.environ.get("UPDATE_GOLDEN") == "1"  # accept the new answers on pur
 
 def answer(line: str) -> str:
     """What a wrong command line is answered with."""
+    words = shlex.split(line)
     with pytest.raises(ConfigError) as caught:
-        read_config(shlex.split(line))
+        _read_sweep(words) if is_sweep(words) else read_config(words)
     return str(caught.value)
+
+
+def _read_sweep(words: list[str]) -> None:
+    read = read_jobs(words)
+    raise refusal(read.jobs, read.invalid)
 
 
 def wrong_lines() -> list[tuple[str, str]]:

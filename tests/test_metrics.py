@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher.rundir import RunDir
+from launcher.rundir import RunDir, read_json
 from launcher.training.evaluate import summarise, warnings
 from launcher.training.metriclog import MetricLog
 from launcher.training.metrics import mrr_at_k, ndcg_at_k, recall_at_k
+from launcher.training.rankstatus import RankStatus
 
 
 def ordered_ndcg(labels, k):
@@ -124,15 +125,30 @@ def test_equal_or_broken_scores_are_told():
 def test_metric_lines_are_strict_json_and_only_of_rank_0(tmp_path):
     run = RunDir(tmp_path)
     numbers = {"epoch": 0.5, "lr": 1e-4, "queries_per_s": 3.0, "tokens_per_s": 9.0, "step_s": 0.1, "skipped": 0}
+    numbers |= {"micro_steps": 1, "timings": {"forward_s": math.inf}}
+    run.ranks.mkdir()
     for rank in (0, 1):
-        log = MetricLog(run, rank)
+        log = MetricLog(run, rank, RankStatus(run.rank(rank), rank, "localhost"))
         log.step(step=1, total_steps=2, loss=math.nan, grad_norm=None, **numbers)
         log.evaluation(step=1, metrics=summarise({0: GOOD}), groups=1)
         log.event("checkpoint", step=1, path="x")
     step, evaluation = (json.loads(line) for line in run.metrics.read_text().splitlines())
     assert step["kind"] == "step"
     assert step["loss"] is None  # NaN is no JSON
-    assert "memory_gib" not in step
+    assert step["forward_s"] is None
     assert (evaluation["kind"], evaluation["eval/ndcg@10"], evaluation["groups"]) == ("eval", 1.0, 1)
     (event,) = (json.loads(line) for line in run.events.read_text().splitlines())
     assert (event["event"], event["step"], event["path"]) == ("checkpoint", 1, "x")
+
+
+def test_a_phase_is_told_once_and_stands_in_the_state_file(tmp_path):
+    run = RunDir(tmp_path)
+    run.ranks.mkdir()
+    log = MetricLog(run, 0, RankStatus(run.rank(0), 0, "localhost"))
+    for name in ("loading model", "training", "training", "saving", "training"):
+        log.phase(name)
+    log.phase("ended", state="done", step=7)
+    phases = [json.loads(line)["phase"] for line in run.events.read_text().splitlines()]
+    assert phases == ["loading model", "training", "saving", "training", "ended"]
+    state = read_json(run.rank(0))
+    assert (state["phase"], state["state"], state["step"]) == ("ended", "done", 7)

@@ -229,6 +229,11 @@ def test_problems(words: tuple[str, ...], facts: dict[str, Any], text: str, atte
     assert any(attempt in line for line in found[0].tries)
 
 
+def test_a_run_that_saves_nothing_needs_no_disk() -> None:
+    off = ("every_steps=null", "at_end=false", "keep_best=false", "export=false")
+    plan(*(f"checkpoint.{key}" for key in off), disk_free_bytes=10**6)
+
+
 def test_problems_of_all_kinds_are_told_together() -> None:
     with pytest.raises(ConfigError) as caught:
         plan(

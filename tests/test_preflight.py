@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import socket
+import subprocess
+import sys
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from launcher.running.folder import claim, write_files
 from launcher.running.preflight import PORTS, preflight
 from launcher.running.supervise import run_plan
 from launcher.running.transport import find_transport
-from launcher.spec import Host, RunPlan, plan_from_json
+from launcher.spec import Host, RunPlan, plan_from_json, plan_to_json
 
 
 def plan_of(*words: str) -> RunPlan:
@@ -30,9 +32,9 @@ def plan_of(*words: str) -> RunPlan:
 
 @pytest.fixture
 def plan(runs: Path, monkeypatch: pytest.MonkeyPatch) -> RunPlan:
-    """The default plan, its run folder not yet there."""
+    """The default plan, its run folder named and not yet there."""
     monkeypatch.chdir(runs)
-    return plan_of()
+    return plan_of("run.name=mine")
 
 
 def test_free_port_is_chosen_and_stands_in_the_commands(plan: RunPlan) -> None:
@@ -108,6 +110,36 @@ def test_two_starts_never_share_a_folder(plan: RunPlan) -> None:
             claim(plan)
     with pytest.raises(ConfigError, match="was taken by another start"):
         claim(plan)
+
+
+CLAIM = """import sys
+from pathlib import Path
+from launcher.running.folder import claim
+from launcher.running.preflight import preflight
+from launcher.spec import plan_from_json
+plan = plan_from_json(Path(sys.argv[1]).read_text())
+print("ready", flush=True)
+sys.stdin.readline()
+with claim(preflight(plan)) as folder:
+    print(folder.run.path.name, folder.plan.run_dir, *folder.plan.commands["localhost"])
+"""
+
+
+def test_runs_of_the_same_second_have_a_folder_each(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(runs)
+    plan = plan_of()
+    (runs / "plan.json").write_text(plan_to_json(plan))
+    command = [sys.executable, "-c", CLAIM, "plan.json"]
+    starts = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    for start in starts:
+        assert start.stdout is not None
+        assert start.stdout.readline() == "ready\n"
+    said = [start.communicate("go\n")[0].split() for start in starts]
+    name = Path(plan.run_dir).name
+    assert sorted(words[0] for words in said) == [name, f"{name}-2", f"{name}-3"]
+    for words in said:
+        assert Path(words[1]).name == words[0]
+        assert any(word.endswith(f"{words[0]}/plan.json") for word in words)  # what is started lies there too
 
 
 def test_resumed_run_keeps_its_past(plan: RunPlan) -> None:

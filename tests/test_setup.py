@@ -12,7 +12,8 @@ import pytest
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from test_purity import imports
+
+from tests.test_purity import imports
 
 REPO = Path(__file__).resolve().parent.parent
 SCRIPT = REPO / "tests" / "tools" / "setup.sh"
@@ -88,7 +89,13 @@ def project_requirements() -> list[Requirement]:
 
 
 def test_the_project_asks_for_all_that_its_code_imports() -> None:
-    names = {"PIL": "pillow", "hydra": "hydra-core", "yaml": "pyyaml"}
+    names = {
+        "PIL": "pillow",
+        "hydra": "hydra-core",
+        "mlflow": "mlflow-skinny",
+        "pynvml": "nvidia-ml-py",
+        "yaml": "pyyaml",
+    }
     optional = {"flash_attn", "flash_attn_interface"}
     imported = {module.split(".")[0] for file in (REPO / "launcher").rglob("*.py") for module in imports(file)}
     foreign = imported - set(sys.stdlib_module_names) - optional - {"launcher", "__future__"}

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from running_support import deepspeed, running, stand_in, wait_until
 
 from launcher.running.agent import find_run
+from tests.running_support import deepspeed, running, stand_in, wait_until
 
 
 def test_done_ends_with_the_table_before_and_after(runs: Path) -> None:

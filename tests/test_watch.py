@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from running_support import Run, running, stand_in, wait_until
 
 from launcher.__main__ import main
 from launcher.errors import ConfigError
 from launcher.rundir import RunDir
 from launcher.running.agent import find_run
 from launcher.running.state import find_folder, find_state, list_runs
+from tests.running_support import Run, running, stand_in, wait_until
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ from typing import Any
 from launcher.planning import keys
 
 PARTS = ("lora", "full", "frozen")
+METRICS = ("ndcg@10", "mrr@10", "recall@1", "recall@5")
+TRACKERS = ("wandb", "mlflow", "swanlab")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,14 @@ def _is_folder_name(value: str) -> bool:
     return fits and value not in (".", "..", "latest") and not set(value) & {"/", "\\"}
 
 
+def _are_trackers(value: list[str]) -> bool:
+    return set(value) <= set(TRACKERS) and len(set(value)) == len(value)
+
+
+def _are_ranks(value: list[Any]) -> bool:
+    return all(type(rank) is int and rank >= 0 for rank in value) and 0 < len(value) == len(set(value))
+
+
 RULES: dict[str, Rule] = {
     "nodes": _COUNT,
     "run.name": Rule("the name of one folder, without / and up to 200 bytes (run.dir takes a path)", _is_folder_name),
@@ -113,11 +123,18 @@ RULES: dict[str, Rule] = {
     "cluster.transport": _one_of("auto", "local"),
     "cluster.master_port": _from(1, 65535),
     "cluster.stop_grace_s": _ABOVE_0,
-    "eval.metric": _one_of("ndcg@10", "mrr@10", "recall@1", "recall@5"),
+    "eval.metric": _one_of(*METRICS),
     "eval.every_steps": _COUNT,
     "checkpoint.every_steps": _COUNT,
     "checkpoint.keep_last": _COUNT,
     "logging.every_steps": _COUNT,
+    "logging.monitor_every_s": _from(0.5),
+    "logging.trackers": Rule("names out of wandb, mlflow, swanlab, each once", _are_trackers, TRACKERS),
+    "sweep.metric": _one_of(*METRICS, "loss", "tokens_per_s", "queries_per_s"),
+    "profile.name": _one_of("none", "torch", "nsys", "deepspeed", "comms"),
+    "profile.first_step": _COUNT,
+    "profile.steps": _COUNT,
+    "profile.ranks": Rule("ranks from 0, each once: [0]", _are_ranks),
 }
 
 
@@ -141,8 +158,9 @@ def type_problem(key: str, value: Any) -> str | None:
     if kind is str:
         return None if isinstance(value, str) else "text is expected"
     if typing.get_origin(kind) is list:
-        fits = isinstance(value, list) and all(_is_number(item) for item in value)
-        return None if fits else "a list of numbers is expected"
+        texts = typing.get_args(kind) == (str,)
+        fits = isinstance(value, list) and all(isinstance(v, str) if texts else _is_number(v) for v in value)
+        return None if fits else f"a list of {'names' if texts else 'numbers'} is expected"
     return None if isinstance(value, dict) else "a mapping {name: value} is expected"
 
 
@@ -171,6 +189,10 @@ def repaired(key: str, value: Any) -> Any:
         number = 1 if RULES.get(key) is _COUNT and number < 1 else number
         fits = type_problem(key, number) is None and rule_problem(key, number) is None
         return number if fits else None
+    if typing.get_origin(kind) is list and key in RULES and RULES[key].values:
+        typed = value if isinstance(value, list) else [value]
+        near = (keys.nearest(str(name).lower(), RULES[key].values) for name in typed)
+        return list(dict.fromkeys(name for name in near if name)) or None
     if key in RULES and isinstance(value, str):
         return keys.nearest(value.lower(), RULES[key].values)
     return None

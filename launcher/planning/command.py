@@ -78,7 +78,7 @@ def command_script(plan: RunPlan) -> str:
         *(f"#   NODE_RANK {rank} is {host.name}" for rank, host in enumerate(plan.hosts)),
     ]
     for name, value in plan.env.items():
-        secret = is_secret(name)
+        secret = is_secret(name, value)
         lines.append(
             f"# export {name}=...  a secret: set it yourself" if secret else f"export {name}={shlex.quote(value)}"
         )

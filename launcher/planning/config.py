@@ -34,12 +34,12 @@ class Composed:
     overrides: tuple[str, ...]
 
 
-def read_config(words: Sequence[str]) -> Composed:
-    """The configuration that a command line asks for.
+def read_config(words: Sequence[str], *, sweep: bool = False) -> Composed:
+    """The configuration that a command line asks for; with `sweep`, that of one job of a sweep.
 
     Raises ConfigError with all problems. Paths are relative to the current folder.
     """
-    line = read_command_line(words)
+    line = read_command_line(words, sweep=sweep)
     _choose_by_default(line)
     composed, choices = _compose(line)
     data = Walk(line, composed, find_sources(line.folders, choices)).run()

@@ -20,6 +20,27 @@ def contradictions(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     yield from _run_folder(config, facts)
 
 
+def profile_problems(config: RunConfig, device: str, world_size: int, total_steps: int | None) -> Iterator[Problem]:
+    """What keeps group profile from recording anything, once ranks and steps are known."""
+    profile = config.profile
+    if profile.name == "nsys" and device == "cpu":
+        yield Problem("profile=nsys records what GPUs do, and this run uses the CPU", "", ("profile=torch",))
+    if profile.name in ("torch", "nsys"):
+        beyond = [rank for rank in profile.ranks if rank >= world_size]
+        if beyond:
+            has = "the run has rank 0 alone" if world_size == 1 else f"the run's ranks are 0 to {world_size - 1}"
+            yield Problem(f"profile.ranks names {', '.join(map(str, beyond))}, but {has}", "", ("'profile.ranks=[0]'",))
+    if total_steps is None or profile.name == "none":
+        return
+    steps = 1 if profile.name == "deepspeed" else profile.steps
+    last = profile.first_step + steps - 1
+    if last > total_steps:
+        text = f"profile={profile.name} records up to step {last}, and the run ends at step {total_steps}"
+        fits = total_steps - steps + 1
+        short = f"profile.first_step=1 profile.steps={total_steps}"
+        yield Problem(text, "", (f"profile.first_step={fits}" if fits > 0 else short,))
+
+
 def oddities(config: RunConfig, facts: Facts, world_size: int) -> Iterator[str]:
     """What is allowed and may still surprise, one sentence each."""
     data = config.dataset

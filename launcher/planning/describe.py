@@ -56,7 +56,7 @@ def _hosts(plan: RunPlan, warning: str | None) -> list[str]:
     port = f"port {plan.master_port}" if plan.master_port else "a free port"
     guess = f"planned as {ASSUMED_KIND}; cluster.gpu=KIND" if plan.device == "cuda" else "CPU"
     kind = plan.gpu_kind or guess
-    lines = [*_table(rows), f"  {_count(plan.world_size, 'rank')} ({kind}) meet at {plan.master_addr}, {port}"]
+    lines = [*table(rows), f"  {_count(plan.world_size, 'rank')} ({kind}) meet at {plan.master_addr}, {port}"]
     if plan.resume_from:
         lines.append(f"  resumes from {plan.resume_from}")
     return head + lines
@@ -75,7 +75,7 @@ def _model(plan: RunPlan) -> list[str]:
     rows.append(("total", f"{total:,}", f"{100 * trained / total:.3g} % trained", f"{trained:,}"))
     source = model.path or model.repo or "built here"
     weights = "random weights" if model.weights == "random" else "pretrained weights"
-    lines = [f"Model  {model.name} ({source}), {weights}", *_table(rows, right=(1, 3))]
+    lines = [f"Model  {model.name} ({source}), {weights}", *table(rows, right=(1, 3))]
     if model.min_pixels and model.max_pixels:
         lines.append(f"  images are scaled to {model.min_pixels:,} to {model.max_pixels:,} pixels")
     return lines
@@ -107,14 +107,14 @@ def _training(plan: RunPlan) -> list[str]:
         ("attention", f"{plan.attention} ({plan.attention_reason})"),
         ("recomputed", f"{again} of {layers} decoder layers"),
     ]
-    return ["Training", *_table(rows)]
+    return ["Training", *table(rows)]
 
 
 def _memory(plan: RunPlan) -> list[str]:
     each = "GPU" if plan.device == "cuda" else "rank"
     rows = [(name, _gib(size)) for name, size in plan.memory.items() if size]
     rows.append(("total", _gib(sum(plan.memory.values()))))
-    return [f"Memory of one {each}, GiB, estimated", *_table(rows, right=(1,))]
+    return [f"Memory of one {each}, GiB, estimated", *table(rows, right=(1,))]
 
 
 def _deepspeed(plan: RunPlan) -> list[str]:
@@ -123,7 +123,7 @@ def _deepspeed(plan: RunPlan) -> list[str]:
     rows = [(key, _value(value)) for key, value in _flat(plan.deepspeed)]
     stage = plan.deepspeed["zero_optimization"]["stage"]
     note = "  (batch numbers are nominal: the training loop decides what a step holds)"
-    return [f"DeepSpeed  ZeRO stage {stage} ({source})", *_table(rows), note]
+    return [f"DeepSpeed  ZeRO stage {stage} ({source})", *table(rows), note]
 
 
 def _environment(plan: RunPlan) -> list[str]:
@@ -131,7 +131,7 @@ def _environment(plan: RunPlan) -> list[str]:
 
 
 def _files(plan: RunPlan) -> list[str]:
-    return [f"Run folder  {plan.run_dir}", *_table(FILES)]
+    return [f"Run folder  {plan.run_dir}", *table(FILES)]
 
 
 def _commands(plan: RunPlan) -> list[str]:
@@ -167,7 +167,7 @@ def _with_values(argv: Sequence[str]) -> list[str]:
     return words
 
 
-def _table(rows: Sequence[Sequence[str]], right: tuple[int, ...] = ()) -> list[str]:
+def table(rows: Sequence[Sequence[str]], right: tuple[int, ...] = ()) -> list[str]:
     """Columns two spaces apart, those of `right` aligned at their end."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []

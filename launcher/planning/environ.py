@@ -73,6 +73,9 @@ def _defaults(facts: Facts, placement: Placement) -> dict[str, str]:
     env = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     if placement.device == "cpu":
         env["DS_ACCELERATOR"] = "cpu"
+    else:
+        # Slot numbers are those of nvidia-smi, which counts by bus; CUDA alone counts the fastest GPU as 0.
+        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if all(is_this_machine(host, facts.hostname) for host in placement.hosts):
         # Ranks that each start a thread a core slow one another down.
         env["OMP_NUM_THREADS"] = str(max(1, facts.cpu_count // placement.world_size))

@@ -30,14 +30,22 @@ def _parser() -> Any:
     return OverridesParser.create()
 
 
-def parse(raw: str) -> Parsed:
-    """What Hydra's grammar makes of the text after `KEY=`."""
-    from hydra.core.override_parser.types import QuotedString
+def read_override(raw: str) -> Any:
+    """Hydra's own `Override` for `x=raw`, None when its grammar refuses the text."""
     from hydra.errors import HydraException
 
     try:
-        override = _parser().parse_override(f"x={raw}")
+        return _parser().parse_override(f"x={raw}")
     except HydraException:
+        return None
+
+
+def parse(raw: str) -> Parsed:
+    """What Hydra's grammar makes of the text after `KEY=`."""
+    from hydra.core.override_parser.types import QuotedString
+
+    override = read_override(raw)
+    if override is None:
         return Parsed(readable=False)
     if not override.is_sweep_override():
         return Parsed(value=override.value(), quoted=isinstance(override._value, QuotedString))
@@ -69,6 +77,29 @@ def top_level_commas(raw: str) -> bool:
         if char == "," and depth <= 0:
             return True
     return False
+
+
+def pieces(raw: str) -> list[str]:
+    """`raw` cut at the commas outside quotes and brackets, without blanks around the parts.
+
+    Example:
+        >>> pieces('"a,b", [0,1],c')
+        ['"a,b"', '[0,1]', 'c']
+    """
+    found, depth, quote, before = [""], 0, "", ""
+    for char in raw:
+        if quote:
+            quote = "" if char == quote and before != "\\" else quote
+        elif char in "'\"" and before != "\\":
+            quote = char
+        else:
+            depth += (char in _OPEN) - (char in _CLOSE)
+        if char == "," and not quote and depth <= 0 and before != "\\":
+            found.append("")
+        else:
+            found[-1] += char
+        before = char
+    return [piece.strip() for piece in found]
 
 
 def in_quotes(text: str) -> str:

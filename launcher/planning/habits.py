@@ -125,7 +125,7 @@ HABITS: dict[str, str] = {
     "run_name": "run.name={}",
     "overwrite_output_dir": "an existing run folder is never overwritten; continue it with resume=FOLDER",
     "logging_steps": "logging.every_steps={}",
-    "report_to": "metrics are always written to metrics.jsonl in the run folder",
+    "report_to": "logging.trackers=[{}] | metrics are always written to metrics.jsonl and for TensorBoard",
     "save_steps": "checkpoint.every_steps={}",
     "save_strategy": "checkpoint.every_epoch=true | checkpoint.every_steps and checkpoint.every_epoch say when",
     "save_total_limit": "checkpoint.keep_last={}",
@@ -174,6 +174,7 @@ VALUES: dict[str, dict[str, str]] = {
     "tune.language": _FROZEN,
     "memory.gradient_checkpointing": {"true": "all", "false": "none"},
     "cluster.transport": {"pdsh": "auto", "openmpi": "auto", "slurm": "auto"},
+    "logging.trackers": {"[none]": "[]", "[tensorboard]": "[]", "[all]": "[wandb,mlflow,swanlab]"},
     "optim.schedule": {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant"},
     "eval.metric": {"ndcg": "ndcg@10", "mrr": "mrr@10", "eval_ndcg": "ndcg@10", "eval_mrr": "mrr@10"},
 }
@@ -198,6 +199,8 @@ VERBS = {
     "kill": "stop",
     "cancel": "stop",
     "continue": "resume",
+    "sweep": "-m",
+    "multirun": "-m",
     "groups": "config",
     "options": "config",
 }

@@ -9,25 +9,28 @@ from pathlib import Path
 from launcher.errors import ConfigError, Problem
 from launcher.planning import keys
 
-VERBS = ("run", "plan", "config", "check", "status", "logs", "stop", "resume", "help")
+VERBS = ("run", "plan", "config", "check", "status", "logs", "stop", "resume", "report", "help")
 
 HELP = """\
 Fine-tune a Qwen-VL model with DeepSpeed, from one command.
 
   python -m launcher [run] GROUP=OPTION GROUP.KEY=VALUE ...   plan, check, start and watch a run
   python -m launcher plan ...          what that run would be, without starting anything; --json for programs
+  python -m launcher -m KEY=A,B ...    a sweep: one run for each combination of values; plan -m shows them
   python -m launcher check data ...    read and decode every row, name the bad ones
   python -m launcher config [GROUP]    groups, options and keys, with defaults and what they mean
   python -m launcher status [RUN]      how a run is doing; without RUN, all runs here; RUN may be `latest`
   python -m launcher logs RUN          what its ranks printed; -f follows, --errors, --rank N
   python -m launcher stop RUN          finish the step, save, end
   python -m launcher resume RUN ...    go on from its last checkpoint
+  python -m launcher report [RUN ...]  report.html: plots and tables of a run; of several, beside each other
 
 Examples
   python -m launcher                                          a small demo on handwritten digits, minutes on a CPU
   python -m launcher plan model=qwen3_vl_reranker_8b zero=stage3 nodes=2
   python -m launcher model=qwen3_vl_reranker_8b dataset=jsonl dataset.train=train.jsonl dataset.eval=eval.jsonl
   python -m launcher experiment=reranker_lora dataset.train=train.jsonl gpus=2 optim.lr=1e-5
+  python -m launcher -m zero=stage2,stage3 optim.lr=1e-3,3e-3 sweep.metric=tokens_per_s
 
 Groups
 {groups}
@@ -46,6 +49,7 @@ Exit codes: 0 done, 1 internal error, 2 change the configuration or data, 3 fix 
   130 after Ctrl-C and 143 after SIGTERM, both with a checkpoint saved if training had begun.
 """
 
+ARCH = "model.arch"  # a model's config.json: dozens of values that few want to see
 _KEY = re.compile(r"(?P<indent> *)(?P<key>[\w]+):(?: +(?P<value>[^#\s][^#]*?))?(?:\s+# (?P<comment>.*))?$")
 
 
@@ -75,10 +79,11 @@ def config_text(folders: Sequence[Path], group: str | None) -> str:
         near = keys.nearest(name, options) or next(iter(keys.meant_keys(group)), "").split(".")[0]
         tries = (f"python -m launcher config {near}",) if near else ("python -m launcher config",)
         raise ConfigError(Problem(f"there is no group {group}; there are {', '.join(options)}", tries=tries))
-    return "\n\n".join(_option_text(folders, name, option) for option in options[name]) + "\n"
+    return "\n\n".join(_option_text(folders, name, option, group) for option in options[name]) + "\n"
 
 
-def _option_text(folders: Sequence[Path], group: str, option: str) -> str:
+def _option_text(folders: Sequence[Path], group: str, option: str, asked: str) -> str:
+    """One option's comment and keys; what lies inside `model.arch` only when it is asked for."""
     file = keys.option_file(folders, group, option)
     assert file is not None
     text = file.read_text(encoding="utf-8").splitlines()
@@ -87,7 +92,12 @@ def _option_text(folders: Sequence[Path], group: str, option: str) -> str:
     ]
     usual = "   (when none is named)" if option == keys.default_options().get(group) else ""
     prefix = "" if group == keys.EXPERIMENT else f"{group}."
-    return "\n".join([f"{group}={option}{usual}", *(f"  {line}" for line in about), *_keys_of(file, prefix)])
+    listed = list(_keys_of(file, prefix))
+    if not asked.startswith(ARCH):
+        inside = sum(line.startswith(f"  {ARCH}.") for line in listed)
+        listed = [line for line in listed if not line.startswith(f"  {ARCH}.")]
+        listed += [f"  {ARCH}.*{'':26}  {inside} values: python -m launcher config {ARCH}"] if inside else []
+    return "\n".join([f"{group}={option}{usual}", *(f"  {line}" for line in about), *listed])
 
 
 def _heading(text: Sequence[str]) -> Iterator[str]:

@@ -15,7 +15,7 @@ from launcher.planning import yamlfile
 from launcher.resources import conf_dir
 
 EXPERIMENT = "experiment"  # a group without keys of its own: its files set keys of other groups
-SECTIONS = ("run", "env")  # keys that are kept together but have no options to choose from
+SECTIONS = ("run", "sweep", "env")  # keys that are kept together but have no options to choose from
 
 # Paths are relative to where the user stands, and `~` is the home folder.
 PATHS = (

@@ -158,7 +158,7 @@ def estimate(
         "optimizer": optimizer,
         "buckets": bucket,
         "gathered layers": gathered,
-        "activations": max_tokens * size * _kept_values(shape, checkpointed_layers),
+        "activations": max_tokens * size * _kept_values(config, shape, checkpointed_layers),
         "vision": max_tokens * size * _vision_values(config, shape),
         "context": CONTEXT_BYTES[device],
     }
@@ -168,15 +168,22 @@ def disk_bytes(plan: RunPlan) -> int:
     """What a run writes, about: the checkpoints it keeps, the one written beside them, and the export."""
     options = plan.config.checkpoint
     weight = 2 if plan.precision == "bf16" else 4
-    checkpoints = options.keep_last + int(options.keep_best) + 1
+    saves = (options.every_steps, options.every_epoch, options.at_end, options.keep_best, options.export)
+    checkpoints = options.keep_last + int(options.keep_best) + 1 if any(saves) else 0
     state = 12 + weight  # bytes of a trained parameter: float32 master and two moments, and the weight
     export = weight * sum(plan.parameters.values()) if options.export else 0
     return checkpoints * state * sum(plan.trainable.values()) + export
 
 
-def _kept_values(shape: Shape, checkpointed: int) -> int:
-    """Values a token keeps for the backward pass of the decoder: all of a layer, or its input only."""
-    layer = 3 * shape.intermediate + 4 * shape.hidden + 2 * shape.q_width + 4 * shape.kv_width
+def _kept_values(config: RunConfig, shape: Shape, checkpointed: int) -> int:
+    """Values a token keeps for the backward pass of the decoder: all of a layer, or its input only.
+
+    Counted through our own scorer with saved-tensor hooks on a scaled-down model: frozen weights keep no input of
+    their own, trained ones do.
+    """
+    layer = 4 * shape.intermediate + 6 * shape.hidden + 4 * shape.q_width + 6 * shape.kv_width
+    if config.tune.language == "full":
+        layer += 2 * shape.hidden + shape.q_width + shape.kv_width
     kept = (shape.layers - checkpointed) * layer + checkpointed * shape.hidden
     return kept + (layer if checkpointed else 0) + 4 * shape.hidden
 

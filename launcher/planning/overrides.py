@@ -14,7 +14,8 @@ from launcher.resources import conf_dir
 
 CONFIG_DIR_FLAGS = ("--config-dir", "-cd")
 SWEEP_FLAGS = ("-m", "--multirun")
-_NO_SWEEPS = "one run takes one value (sweeps are not part of this version)"
+SLOT_LISTS = ("cluster.include", "cluster.exclude")  # their values hold commas, so that no comma of theirs is a sweep
+_ONE_VALUE = "one run takes one value"
 
 
 @dataclass(slots=True)
@@ -28,6 +29,7 @@ class CommandLine:
     words: dict[str, list[str]] = field(default_factory=dict)  # group or key -> the words that set it
     problems: list[Problem] = field(default_factory=list)
     spoiled: set[str] = field(default_factory=set)  # groups and keys with a problem; no other is reported for them
+    sweep: bool = False  # these are the words of one job of a sweep
 
     def refuse(self, problem: Problem, *names: str) -> None:
         """Record a problem; `names` are the groups or keys it is about."""
@@ -38,16 +40,18 @@ class CommandLine:
         """The same command line in a form that means the same from every folder, secrets masked."""
         folders = (f"--config-dir={folder}" for folder in self.folders[1:])
         choices = (f"{group}={grammar.as_typed(option)}" for group, option in self.choices.items())
-        hidden = {key for key in self.values if key.startswith("env.set.") and secrets.is_secret(key)}
-        shown = {key: secrets.MASK if key in hidden else value for key, value in self.values.items()}
+        variables = {key: value for key, value in self.values.items() if key.startswith("env.set.")}
+        if isinstance(self.values.get("env.set"), dict):  # env.set={A:1}, one variable a word from here on
+            variables |= {f"env.set.{name}": value for name, value in self.values["env.set"].items()}
+        shown = {key: value for key, value in self.values.items() if key != "env.set"} | secrets.masked(variables)
         values = (f"{key}={grammar.as_typed(value)}" for key, value in shown.items())
         return (*folders, *choices, *values)
 
 
-def read_command_line(words: Sequence[str]) -> CommandLine:
+def read_command_line(words: Sequence[str], *, sweep: bool = False) -> CommandLine:
     """Read all words; nothing is raised, problems are in the result."""
     rest, folders, problems = take_config_dirs(words)
-    line = CommandLine(folders=folders, options=keys.options(folders), problems=problems)
+    line = CommandLine(folders=folders, options=keys.options(folders), problems=problems, sweep=sweep)
     while rest:
         word = rest.pop(0)
         if word.startswith("-"):
@@ -58,6 +62,11 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
             _read_override(line, word)
     _refuse_repeated(line)
     return line
+
+
+def is_sweep(words: Sequence[str]) -> bool:
+    """Whether `words` ask for a sweep."""
+    return any(word in SWEEP_FLAGS for word in words)
 
 
 def take_config_dirs(words: Sequence[str]) -> tuple[list[str], list[Path], list[Problem]]:
@@ -83,8 +92,8 @@ def take_config_dirs(words: Sequence[str]) -> tuple[list[str], list[Path], list[
 def _read_flag(line: CommandLine, word: str, rest: list[str]) -> None:
     """A word that starts with a dash: never ours, answered with what is."""
     if word in SWEEP_FLAGS:
-        text = f"{word}: sweeps are not part of this version; start one run for each value"
-        line.refuse(Problem(text, tries=("one command for each value, without -m",)))
+        text = f"{word} starts a sweep, which only run and plan can do"
+        line.refuse(Problem(text, tries=("python -m launcher -m KEY=VALUE,VALUE",)))
         return
     flag, equals, raw = word.partition("=")
     if not equals and rest and _is_value(line, rest[0]):
@@ -137,7 +146,8 @@ def _read_choice(line: CommandLine, group: str, raw: str) -> None:
     parsed = grammar.parse(raw)
     if parsed.sweep is not None:
         first = next((name for name in parsed.sweep if name in names), names[0])
-        line.refuse(Problem(f"{group}={raw}: {_NO_SWEEPS}", tries=(f"{group}={first}",)), group)
+        tries = (f"{group}={first}", _as_sweep(group, raw))
+        line.refuse(Problem(f"{group}={raw}: {_ONE_VALUE}", tries=tries), group)
     elif parsed.value is None and parsed.readable and group == keys.EXPERIMENT:
         line.choices[group] = None
     elif isinstance(parsed.value, str) and parsed.value in names:
@@ -218,12 +228,18 @@ def _refused_sweep(key: str, raw: str, parsed: grammar.Parsed) -> Problem:
             text = f"{key}={raw}: one regular expression over module names is expected"
             return Problem(text, tries=(_without_sweep(key, raw),))
         why = "text with a comma" if "," in raw else "text that looks like a sweep"
-        return Problem(f"{key}={raw}: {why} is typed in quotes", tries=(_without_sweep(key, raw),))
+        sweep = (_as_sweep(key, raw),) if parsed.sweep and key not in SLOT_LISTS else ()
+        return Problem(f"{key}={raw}: {why} is typed in quotes", tries=(_without_sweep(key, raw), *sweep))
     if answers.takes_list(key) and grammar.top_level_commas(raw):
         return Problem(f"{key}={raw}: a list is written in brackets", tries=(_without_sweep(key, raw),))
     typed = raw.split(",")[0].strip() if grammar.top_level_commas(raw) else ""
     first = typed or (parsed.sweep[0] if parsed.sweep else "VALUE")
-    return Problem(f"{key}={raw}: {_NO_SWEEPS}", tries=(grammar.shell(f"{key}={first}"),))
+    sweep = (_as_sweep(key, raw),) if parsed.sweep else ()
+    return Problem(f"{key}={raw}: {_ONE_VALUE}", tries=(grammar.shell(f"{key}={first}"), *sweep))
+
+
+def _as_sweep(key: str, raw: str) -> str:
+    return f"python -m launcher -m {grammar.shell(f'{key}={raw}')}"
 
 
 def _without_sweep(key: str, raw: str) -> str:

@@ -19,7 +19,7 @@ from launcher.errors import ConfigError, Problem
 from launcher.families import PARTS
 from launcher.fingerprint import fingerprint, misfits
 from launcher.planning.command import with_port
-from launcher.planning.consistency import contradictions, oddities, uses_lora
+from launcher.planning.consistency import contradictions, oddities, profile_problems, uses_lora
 from launcher.planning.environ import rank_environment
 from launcher.planning.facts import Facts
 from launcher.planning.memory import MemoryPlan, disk_bytes, plan_memory
@@ -87,7 +87,8 @@ def make_plan(config: RunConfig, facts: Facts, *, now: datetime) -> RunPlan:
     if decided is None or problems.found:
         raise problems.error()
     plan = _assemble(config, facts, now, decided)
-    late = [*_disk_problems(plan, facts), *_finished_problems(plan, facts)]
+    profile = profile_problems(config, plan.device, plan.world_size, plan.batch.total_steps)
+    late = [*_disk_problems(plan, facts), *_finished_problems(plan, facts), *profile]
     if late:
         raise ConfigError(*late)
     return plan

@@ -9,7 +9,7 @@ from pathlib import Path
 from launcher.errors import ConfigError, Problem
 from launcher.planning.grammar import as_typed
 from launcher.planning.secrets import MASK
-from launcher.rundir import RunDir
+from launcher.rundir import SWEEP, RunDir
 
 _PLACE = ("run.dir", "run.name", "run.root", "resume")  # the run goes on in its own folder, wherever that is now
 
@@ -22,6 +22,9 @@ def resumed_words(words: Sequence[str]) -> list[str]:
     if not words or "=" in words[0] or words[0].startswith("-"):
         raise ConfigError(Problem("resume which run?", tries=("python -m launcher resume FOLDER",)))
     place, changes = Path(os.path.abspath(Path(words[0]).expanduser())), list(words[1:])
+    if (place / SWEEP).is_file():
+        text = f"{words[0]} is a sweep; each of its jobs is a run that can go on"
+        raise ConfigError(Problem(text, str(place), (f"python -m launcher resume {words[0].rstrip(os.sep)}/0",)))
     run = next((folder for folder in (place, *place.parents[:2]) if RunDir(folder).overrides.is_file()), None)
     if run is None:
         text = f"resume {words[0]}: no run folder or checkpoint of one"

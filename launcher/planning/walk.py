@@ -29,6 +29,9 @@ class Walk:
         """The data of a RunConfig; worth using only when no problem was found."""
         data = self._section(RunConfig, self.plain, "")
         for key in self.line.values:
+            if key.startswith("sweep.") and not self.line.sweep:
+                word = self.line.words[key][0]
+                self._refuse(key, f"{word} has no effect without -m", (f"python -m launcher -m {grammar.shell(word)}",))
             rule = _INEFFECTIVE.get("model.arch" if key.startswith("model.arch.") else key)
             instead = rule(data) if rule else None
             if instead:
@@ -164,6 +167,17 @@ def _with_loss(name: str, other: str) -> Callable[[dict[str, Any]], tuple[str, s
     return lambda data: (f"loss={name}", f"loss={other}") if data["loss"]["name"] == name else None
 
 
+def _unless_profiled(*tools: str) -> Callable[[dict[str, Any]], tuple[str, str] | None]:
+    """For a key that only these tools of group profile read."""
+    why = {"deepspeed": "deepspeed, one step of rank 0", "comms": "comms, which records every rank"}
+
+    def rule(data: dict[str, Any]) -> tuple[str, str] | None:
+        name = data["profile"]["name"]
+        return None if name in tools else (f"profile={why.get(name, name)}", f"profile={tools[0]}")
+
+    return rule
+
+
 # Key -> what makes a typed value useless, and what to type beside it; None where it has an effect.
 _INEFFECTIVE: dict[str, Callable[[dict[str, Any]], tuple[str, str] | None]] = {
     "model.arch": _by_folder,
@@ -171,6 +185,9 @@ _INEFFECTIVE: dict[str, Callable[[dict[str, Any]], tuple[str, str] | None]] = {
     "dataset.eval": _on_digits,
     "loss.temperature": _with_loss("pointwise", "listwise"),
     "loss.positive_weight": _with_loss("listwise", "pointwise"),
+    "profile.first_step": _unless_profiled("torch", "nsys", "deepspeed", "comms"),
+    "profile.steps": _unless_profiled("torch", "nsys", "comms"),
+    "profile.ranks": _unless_profiled("torch", "nsys"),
     **{f"tune.{name}": _without_lora for name in ("r", "lora_alpha", "lora_dropout", "target_modules")},
 }
 

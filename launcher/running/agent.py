@@ -9,6 +9,8 @@ Its end means that the supervisor is gone, and is taken as "stop". Standard outp
     rank_exit      a rank ended: exit_code or signal (both null: unknown), by_us, oom_kills
     ending         why all ranks are being ended: stop, kill or failure
     launcher_exit  the node launcher ended: exit_code or signal, by_us
+    monitor        what `launcher.running.monitor` saw of this machine, under "sample"
+    monitor_lost   there will be no more samples: why
     done           nothing of this run is left on this host, but for the process ids under "survivors"
 
 The way a process dies here: the agent signals ranks directly and all at once, since DeepSpeed's node launcher ends
@@ -37,6 +39,10 @@ POLL_S = 0.1  # DeepSpeed's node launcher reaps its ranks once a second; until t
 FAILURE_GRACE_S = 5.0  # between SIGTERM and SIGKILL when a rank has failed: all are down within 10 s
 LEFTOVER_S = 5.0  # for helper processes of ranks that ended well
 FINISH_S = 1800.0  # others may go on so long after the first rank is done (it may write the export)
+MONITOR_END_S = 2.0  # after SIGKILL, for the monitor; it may be stuck in a driver
+MONITOR_LINE = 256 * 1024  # bytes; 16 GPUs and 32 ports need 15,000
+MONITOR_NONSENSE = 100  # lines without a sample among them, after which it is ended
+BACKLOG = 2**20  # bytes of events for a supervisor that does not read, beyond which samples are dropped
 UNKILLABLE_S = 20.0  # after SIGKILL; a process stuck in a driver or file system does not die
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -163,6 +169,8 @@ class Order:
     env: dict[str, str]  # on top of the agent's own
     ranks: list[int]  # of this host
     stop_grace_s: float  # to finish a step and save
+    monitor_every_s: float | None = None  # seconds between looks at this machine; None: none
+    gpus: list[int] = field(default_factory=list)  # of the run, as the driver numbers them, in the order of local ranks
 
 
 @dataclass(slots=True)
@@ -205,6 +213,7 @@ class Agent:
         self.node_log = Path(order.run_dir, "logs", f"{order.host}.node.log")
         self.launcher = self._start()
         emit("started", pid=self.launcher.pid)
+        self.monitor = MonitorProcess(order, emit)
 
     def _start(self) -> subprocess.Popen[bytes]:
         inherited = os.environ.get("PATH", os.defpath)
@@ -225,6 +234,7 @@ class Agent:
 
     def poll(self) -> None:
         """Look once at everything and act on it."""
+        self.monitor.poll()
         self._look_at_launcher()
         self._find_ranks()
         for rank in self.ranks.values():
@@ -360,9 +370,95 @@ class Agent:
         left = find_run(self.order.run_id, self.launcher.pid)
         if not left or patience_over:
             self.over = True
-            self.emit("done", survivors=[process.pid for process in left])
+            self.emit("done", survivors=[process.pid for process in left] + self.monitor.end())
         elif self.killed_at is None:
             self.kill_at = min(self.kill_at or float("inf"), time.monotonic() + LEFTOVER_S)
+
+
+class MonitorProcess:
+    """The process that looks at this machine: read as far as it has written, never waited for, never started again.
+
+    It is none of the run: the run id is not in its environment, and nothing it does touches the ranks.
+    """
+
+    def __init__(self, order: Order, emit: Callable[..., None]) -> None:
+        self._emit = emit
+        self._unread = b""
+        self._nonsense = 0
+        self._said = ""  # the last line that was no sample
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lost = order.monitor_every_s is None
+        if order.monitor_every_s is None:
+            return
+        argv = [order.argv[0], "-m", "launcher.running.monitor", f"--every={order.monitor_every_s}"]
+        env = {**os.environ, **order.env}
+        env.pop(RUN_ID, None)
+        try:
+            self._process = subprocess.Popen(
+                [*argv, f"--gpus={','.join(map(str, order.gpus))}", f"--run-dir={order.run_dir}"],
+                cwd=order.cwd,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,  # its last line is the reason when it dies
+                start_new_session=True,
+                preexec_fn=_die_with(os.getpid()),
+            )
+        except OSError as error:
+            self._lose(str(error))
+            return
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
+
+    def poll(self) -> None:
+        """Pass on what it has written since."""
+        if self._lost or self._process is None or self._process.stdout is None:
+            return
+        try:
+            data = os.read(self._process.stdout.fileno(), 65536)
+        except BlockingIOError:
+            return
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        for line in lines:
+            self._take(line)
+        if not data and self._process.poll() is not None:
+            self._take(self._unread)
+            ending = {name: value for name, value in _ending(self._process.returncode).items() if value is not None}
+            how = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in ending.items())
+            self._lose(f"it ended with {how}{f': {self._said}' if self._said else ''}")
+        elif self._nonsense > MONITOR_NONSENSE or len(self._unread) > MONITOR_LINE:
+            self._process.kill()
+            self._lose(f"it wrote what is no sample: {self._said or repr(self._unread[:80])}")
+
+    def end(self) -> list[int]:
+        """Kill it; its pid when it does not die."""
+        self._lost = True
+        if self._process is None:
+            return []
+        self._process.kill()
+        try:
+            self._process.wait(MONITOR_END_S)
+        except subprocess.TimeoutExpired:
+            return [self._process.pid]
+        return []
+
+    def _take(self, line: bytes) -> None:
+        try:
+            sample = json.loads(line)
+            json.dumps(sample, ensure_ascii=False).encode()  # half of a surrogate pair is JSON, but not UTF-8
+        except (ValueError, RecursionError):
+            sample = None
+        if isinstance(sample, dict):
+            self._nonsense = 0  # a library that grumbles at each look is no reason to end it
+            self._emit("monitor", sample=sample)
+        elif line.strip():
+            self._nonsense += 1
+            self._said = line[:200].decode(errors="replace").strip()
+
+    def _lose(self, why: str) -> None:
+        self._lost = True
+        self._unread = b""
+        self._emit("monitor_lost", why=why)
 
 
 def _ending(code: int | None) -> dict[str, int | None]:
@@ -398,6 +494,8 @@ class Wire:
 
     def emit(self, event: str, **fields: Any) -> None:
         """Queue one event and send what can be sent."""
+        if event == "monitor" and len(self.unsent) > BACKLOG:
+            return
         line = json.dumps({"event": event, "host": self.host, "time": time.time(), **fields}, ensure_ascii=False)
         self.unsent += line.encode() + b"\n"
         self.flush()

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.errors import ConfigError, MachineError, Problem
-from launcher.planning.command import command_script
+from launcher.planning.command import command_script, with_port
 from launcher.planning.hosts import render_hosts
 from launcher.planning.secrets import is_secret, masked
 from launcher.rundir import RunDir, write_atomic, write_json
+from launcher.running.environment import describe_environment
 from launcher.running.supervisor import write_supervisor
 from launcher.spec import RunPlan, plan_to_json
 
@@ -21,8 +22,9 @@ from launcher.spec import RunPlan, plan_to_json
 class Folder:
     """A run folder that belongs to this process until it is closed, or the process ends."""
 
-    def __init__(self, run: RunDir, lock: int, *, made: bool) -> None:
-        self.run = run
+    def __init__(self, plan: RunPlan, lock: int, *, made: bool) -> None:
+        self.plan = plan  # with this folder in it, should its name have been made longer
+        self.run = run = RunDir(Path(plan.run_dir))
         self._lock = lock
         self._made = made  # by this start, not by the user beforehand
         self._asked = _contents(run)  # of the part before this one
@@ -52,12 +54,16 @@ class Folder:
 def claim(plan: RunPlan) -> Folder:
     """Make the folder of `plan` and lock it for this process; the earlier part of a resumed run is kept beside.
 
-    Raises ConfigError when another start has the folder or, unless resumed, when a run is in it; MachineError when
-    the folder cannot be made.
+    A name that was made from the time gives way to another start's: the plan with the folder that is taken is in
+    the result. Raises ConfigError when another start has a folder that the user named or, unless resumed, when a run
+    is in it; MachineError when the folder cannot be made.
     """
-    run = RunDir(Path(plan.run_dir))
-    made = not run.path.exists()
+    made = names_itself(plan) or not Path(plan.run_dir).exists()
     try:
+        if names_itself(plan):
+            plan = dataclasses.replace(plan, run_dir=str(make_new(Path(plan.run_dir))))
+            plan = with_port(plan, plan.master_port)  # the commands name the folder
+        run = RunDir(Path(plan.run_dir))
         run.path.mkdir(parents=True, exist_ok=True)
         lock = os.open(run.path / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
     except OSError as error:
@@ -74,7 +80,25 @@ def claim(plan: RunPlan) -> Folder:
     if run.plan.exists() and plan.resume_from is None:
         os.close(lock)
         raise ConfigError(Problem(f"{run.path} was taken by another start", tries=("run.name=ANOTHER",)))
-    return Folder(run, lock, made=made)
+    return Folder(plan, lock, made=made)
+
+
+def names_itself(plan: RunPlan) -> bool:
+    """Whether the folder's name was made from the time, so that another would do as well."""
+    return plan.config.run.dir is None and plan.config.run.name is None and plan.resume_from is None
+
+
+def make_new(path: Path) -> Path:
+    """Make a folder that nobody else has: `path`, else `path-2` and so on."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found, number = path, 1
+    while True:
+        try:
+            found.mkdir()
+            return found
+        except FileExistsError:
+            number += 1
+            found = path.with_name(f"{path.name}-{number}")
 
 
 def write_files(run: RunDir, plan: RunPlan, *, config_yaml: str, overrides: Sequence[str]) -> None:
@@ -89,6 +113,7 @@ def write_files(run: RunDir, plan: RunPlan, *, config_yaml: str, overrides: Sequ
         write_atomic(run.hostfile, render_hosts(plan.hosts))
         write_atomic(run.command, command_script(plan))
         write_atomic(run.overrides, "".join(f"{override}\n" for override in overrides))
+        write_json(run.environment, describe_environment(plan.config.cluster.python))
         write_atomic(run.env, "".join(f"{name}={value}\n" for name, value in sorted(masked(plan.env).items())))
     except OSError as error:
         text = f"the run folder cannot be written: {error}"
@@ -97,15 +122,15 @@ def write_files(run: RunDir, plan: RunPlan, *, config_yaml: str, overrides: Sequ
 
 def _without_secrets(plan: RunPlan) -> RunPlan:
     """Ranks have their environment from the agent; a secret has no place in a file."""
-    env = {name: value for name, value in plan.env.items() if not is_secret(name)}
-    typed = {name: value for name, value in plan.config.env.set.items() if not is_secret(name)}
+    env = {name: value for name, value in plan.env.items() if not is_secret(name, value)}
+    typed = {name: value for name, value in plan.config.env.set.items() if not is_secret(name, value)}
     config = dataclasses.replace(plan.config, env=dataclasses.replace(plan.config.env, set=typed))
     return dataclasses.replace(plan, env=env, config=config)
 
 
 def _contents(run: RunDir) -> dict[Path, bytes]:
     """What `write_files` replaces, but for the plan: few and small files."""
-    paths = (run.config, run.ds_config, run.hostfile, run.command, run.overrides, run.env)
+    paths = (run.config, run.ds_config, run.hostfile, run.command, run.overrides, run.env, run.environment)
     return {path: path.read_bytes() for path in paths if path.is_file()}
 
 

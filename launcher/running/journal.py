@@ -17,19 +17,35 @@ class JsonTail:
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self.path = path
-        self._offset = path.stat().st_size if from_end and path.exists() else 0
+        self.offset = path.stat().st_size if from_end and path.exists() else 0  # bytes that were read
 
     def read(self) -> list[Line]:
         """The new lines; one that is not JSON (a disk ran full) is left out."""
         try:
             with open(self.path, "rb") as file:
-                file.seek(self._offset)
+                file.seek(self.offset)
                 data = file.read()
         except OSError:
             return []
         whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
+        self.offset += len(whole)
         return [line for text in whole.splitlines() if (line := _parse(text)) is not None]
+
+
+def read_plan(run: RunDir) -> Line:
+    """plan.json as it lies there; empty when it is missing or damaged: showing a run must not depend on it."""
+    try:
+        value = json.loads(run.plan.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def inside(value: Any, *keys: str) -> Any:
+    """What lies in nested mappings under `keys`; None where one of them is missing or no mapping."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
 
 
 def evaluations(run: RunDir) -> list[Line]:

@@ -55,6 +55,8 @@ def render_end(run: RunDir, verdict: Verdict, tally: Tally, metric: str) -> str:
     lines.append(f"  run     {short_path(run.path)}")
     if export:
         lines.append(f"  export  {short_path(export)}")
+    if run.report.exists():
+        lines.append(f"  report  {short_path(run.report)}")
     if verdict.status != "done" and checkpoint:
         lines.append(f"  resume  python -m launcher resume {short_path(run.path)}   (from {checkpoint.name})")
     return "\n".join(lines)

@@ -18,7 +18,9 @@ from launcher.planning import placement
 from launcher.planning.command import with_port
 from launcher.planning.memory import disk_bytes
 from launcher.rundir import RunDir
+from launcher.running.folder import names_itself
 from launcher.running.state import find_state
+from launcher.running.trackers import ready
 from launcher.spec import Host, RunPlan
 
 GB = 1e9
@@ -40,7 +42,8 @@ def preflight(plan: RunPlan) -> RunPlan:
         raise ConfigError(*config)
     port, port_problems = _port(plan)
     config = [*_run_folder(plan), *_inputs(plan), *port_problems]
-    machine = [*_writable(plan), *_disk(plan), *_packages(plan)]
+    machine = [*_writable(plan), *_disk(plan), *_packages(plan), *_profiler(plan)]
+    machine += ready.problems(plan.config.logging.trackers, os.environ, Path.home())
     if config:
         raise ConfigError(*config, *machine)
     if machine:
@@ -70,7 +73,7 @@ def _hosts(plan: RunPlan) -> Iterator[Problem]:
 
 def _run_folder(plan: RunPlan) -> Iterator[Problem]:
     run = RunDir(Path(plan.run_dir))
-    if not run.path.exists():
+    if not run.path.exists() or names_itself(plan):
         return
     state = find_state(run) if run.path.is_dir() else None
     if state is not None and state.name in ("running", "ending"):
@@ -137,6 +140,16 @@ def _disk(plan: RunPlan) -> Iterator[Problem]:
     if free < needed:
         text = f"{free / GB:,.1f} GB are free in {folder}, and checkpoints and export need about {needed / GB:,.1f} GB"
         yield Problem(text, tries=("run.root=FOLDER on a larger disk",))
+
+
+def _profiler(plan: RunPlan) -> Iterator[Problem]:
+    path = plan.env.get("PATH", os.environ.get("PATH", os.defpath))
+    if plan.config.profile.name == "nsys" and shutil.which("nsys", path=path) is None:
+        tries = (
+            "apt-get install nsight-systems-cli   (from NVIDIA's CUDA repository; the CUDA toolkit has it too)",
+            "profile=torch",
+        )
+        yield Problem("profile=nsys needs NVIDIA's nsys, and the PATH has none", tries=tries)
 
 
 def _packages(plan: RunPlan) -> Iterator[Problem]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, Protocol
 
 from launcher.rundir import RunDir
-from launcher.running.journal import JsonTail, Line, eval_scores, short_path
+from launcher.running.curve import Curve
+from launcher.running.journal import JsonTail, Line, eval_scores, inside, read_plan, short_path
 from launcher.streams import silence
 
 PLAIN_EVERY_S = 10.0
 RATE_STEPS = 5  # the time left is told from the pace of so many steps on
+WAIT_SHARE = 0.2  # of a step spent on waiting for data, from which on it is worth a word
 
 
 @dataclass(slots=True)
@@ -22,7 +25,15 @@ class Snapshot:
     phase: str = "starting"
     step: Line | None = None
     last_eval: Line | None = None
+    best_eval: Line | None = None
     first: tuple[int, float] | None = None  # step and time at which the pace is measured from
+    started: float = field(default_factory=time.time)
+    losses: Curve = field(default_factory=Curve)
+    statuses: dict[int, Line] = field(default_factory=dict)  # by rank, see `launcher.training.rankstatus`
+    samples: dict[str, Line] = field(default_factory=dict)  # the monitor's last of each host
+    metric: str = "ndcg@10"  # decides which evaluation is the best
+    messages: int = 0  # said so far
+    warning: tuple[int, float, str] | None = None  # the last one: its number among the messages, time, text
 
     @property
     def done(self) -> int:
@@ -62,8 +73,10 @@ class Progress:
     def __init__(self, run: RunDir, display: Display) -> None:
         self.display = display
         self.snapshot = Snapshot()
+        self._run = run
         self._metrics = JsonTail(run.metrics, from_end=True)  # a resumed run has a past
         self._events = JsonTail(run.events, from_end=True)
+        self.snapshot.metric = str(inside(read_plan(run), "config", "eval", "metric") or self.snapshot.metric)
 
     def update(self, statuses: dict[int, dict[str, Any]]) -> None:
         """Take in what was written since, and show it. `statuses` are the state files of the ranks."""
@@ -73,29 +86,54 @@ class Progress:
             self._take_metrics(line)
         if statuses:
             self.snapshot.phase = str(statuses[min(statuses)].get("phase", ""))
+        self.snapshot.statuses = statuses
         self.display.show(self.snapshot)
 
+    def take_sample(self, host: str, sample: dict[str, Any]) -> None:
+        """Take in what the monitor of `host` saw, one line of monitor.jsonl."""
+        self.snapshot.samples[host] = sample
+
     def _take_metrics(self, line: Line) -> None:
+        snapshot = self.snapshot
         if line.get("kind") == "eval":
-            self.snapshot.last_eval = line
-            self.display.say(f"evaluated at step {line['step']}: {render_scores(line)}")
+            snapshot.last_eval = line
+            if snapshot.best_eval is None or _score(line, snapshot.metric) > _score(
+                snapshot.best_eval, snapshot.metric
+            ):
+                snapshot.best_eval = line
+            self._say(f"evaluated at step {line['step']}: {render_scores(line)}")
         elif line.get("kind") == "step":
-            self.snapshot.step = line
-            if self.snapshot.first is None:
-                self.snapshot.first = (line["step"], line["time"])
+            snapshot.step = line
+            snapshot.losses.add(line.get("loss"))
+            if snapshot.first is None:
+                snapshot.first = (line["step"], line["time"])
 
     def _take_event(self, line: Line) -> None:
         event = line.get("event")
         if event == "phase":
             self.snapshot.phase = str(line.get("phase"))
-        elif event == "checkpoint":
-            self.display.say(f"saved step {line.get('step')}: {_shown(line)}")
-        elif event == "resumed":
-            self.display.say(f"resumed after step {line.get('step')} from {_shown(line)}")
-        elif event == "export":
-            self.display.say(f"exported: {_shown(line)}")
         elif event == "warning":
-            self.display.say(f"warning: {line.get('text')}")
+            self._say(f"warning: {line.get('text')}")
+            self.snapshot.warning = (self.snapshot.messages, time.time(), str(line.get("text")))
+        elif event == "resumed":
+            self._take_past(line)
+            self._say(f"resumed after step {line.get('step')} from {_shown(line)}")
+        elif event in SENTENCES:
+            self._say(SENTENCES[event](line))
+
+    def _take_past(self, resumed: Line) -> None:
+        """Show the curve and the best evaluation of the part of the run that is continued."""
+        last = resumed.get("step") or 0
+        lines = [x for x in JsonTail(self._run.metrics).read() if isinstance(x.get("step"), int) and x["step"] <= last]
+        self.snapshot.losses = Curve()
+        for line in {line["step"]: line for line in lines if line.get("kind") == "step"}.values():
+            self.snapshot.losses.add(line.get("loss"))
+        evals = {line["step"]: line for line in lines if line.get("kind") == "eval"}.values()
+        self.snapshot.best_eval = max(evals, key=lambda line: _score(line, self.snapshot.metric), default=None)
+
+    def _say(self, text: str) -> None:
+        self.snapshot.messages += 1
+        self.display.say(text)
 
 
 def render_scores(line: Line) -> str:
@@ -105,22 +143,70 @@ def render_scores(line: Line) -> str:
 
 def render_numbers(step: Line) -> str:
     """Loss and speed of a step in one line."""
-    parts = [f"loss {_number(step.get('loss'), '.4f')}", f"lr {_number(step.get('lr'), '.2e')}"]
+    return "  ".join(part for _, part in number_parts(step))
+
+
+def number_parts(step: Line) -> list[tuple[int, str]]:
+    """Loss and speed of a step, each with its importance: 0 is kept longest where room is short."""
+    parts = [(0, f"loss {_number(step.get('loss'), '.4f')}"), (3, f"lr {_number(step.get('lr'), '.2e')}")]
     if step.get("grad_norm") is not None:
-        parts.append(f"grad norm {step['grad_norm']:.3g}")
-    parts.append(f"{_number(step.get('queries_per_s'), ',.1f')} queries/s")
-    parts.append(f"{_number(step.get('tokens_per_s'), ',.0f')} tokens/s")
+        parts.append((2, f"grad norm {step['grad_norm']:.3g}"))
+    parts.append((1, f"{_number(step.get('queries_per_s'), ',.1f')} queries/s"))
+    parts.append((2, f"{_number(step.get('tokens_per_s'), ',.0f')} tokens/s"))
+    share = wait_share(step)
+    if share > WAIT_SHARE:
+        parts.append((0, f"data wait {share:.0%}"))
     if step.get("skipped"):
-        parts.append(f"{step['skipped']} steps skipped (gradient not finite)")
-    return "  ".join(parts)
+        parts.append((0, f"{step['skipped']} steps skipped (gradient not finite)"))
+    return parts
+
+
+def fitting(parts: Sequence[tuple[int, str]], columns: int, gap: int = 2) -> list[str]:
+    """The texts that fit in one line; the least important go first, the last one stays whatever its length.
+
+    Example:
+        >>> fitting([(0, "loss 0.5"), (2, "lr 1e-3"), (1, "30 queries/s")], 22)
+        ['loss 0.5', '30 queries/s']
+    """
+    kept = [part for part in parts if part[1]]
+    while len(kept) > 1 and sum(len(text) + gap for _, text in kept) - gap > columns:
+        worst = max(importance for importance, _ in kept)
+        kept.pop(max(index for index, part in enumerate(kept) if part[0] == worst))
+    return [text for _, text in kept]
+
+
+def wait_share(step: Line) -> float:
+    """Part of a step in which a rank waited for its data."""
+    wait_s, step_s = step.get("data_wait_s"), step.get("step_s")
+    return wait_s / step_s if wait_s and step_s else 0.0
+
+
+def render_clock(seconds: float) -> str:
+    """A duration as h:mm:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 def render_time(seconds: float | None) -> str:
     """Time left as h:mm:ss; empty when it is not known."""
-    if seconds is None:
-        return ""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02} left"
+    return "" if seconds is None else f"{render_clock(seconds)} left"
+
+
+def _profiled(line: Line) -> str:
+    paths = ", ".join(map(str, line.get("paths") or ()))
+    return f"profiled with {line.get('tool')}: {paths}   ({line.get('open')})"
+
+
+SENTENCES: dict[str, Callable[[Line], str]] = {
+    "checkpoint": lambda line: f"saved step {line.get('step')}: {_shown(line)}",
+    "export": lambda line: f"exported: {_shown(line)}",
+    "profile": _profiled,
+    "tracker": lambda line: f"{line.get('name')}: {line.get('where')}",
+}
+
+
+def _score(line: Line, metric: str) -> float:
+    return eval_scores(line).get(metric, float("-inf"))
 
 
 def _shown(line: Line) -> str:
@@ -163,54 +249,6 @@ class PlainDisplay:
         """Nothing to put back."""
 
 
-class LiveDisplay:
-    """A block of up to three lines at the bottom of a terminal, drawn anew; sentences scroll above it."""
-
-    def __init__(self, out: IO[str]) -> None:
-        from rich.console import Console
-        from rich.live import Live
-
-        self._console = Console(file=out, force_terminal=True, highlight=False, soft_wrap=True)
-        self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
-        self._started = time.monotonic()
-        self._live.start()
-
-    def show(self, snapshot: Snapshot) -> None:
-        """Draw the block."""
-        from rich.console import Group
-        from rich.text import Text
-
-        lines = [self._bar(snapshot)]
-        if snapshot.step:
-            lines.append(Text(render_numbers(snapshot.step), no_wrap=True, overflow="ellipsis"))
-        if snapshot.last_eval:
-            text = f"last evaluation, step {snapshot.last_eval['step']}: {render_scores(snapshot.last_eval)}"
-            lines.append(Text(text, style="dim", no_wrap=True, overflow="ellipsis"))
-        self._live.update(Group(*lines), refresh=True)
-
-    def say(self, text: str) -> None:
-        """Print above the block."""
-        self._console.print(text, markup=False)
-
-    def close(self) -> None:
-        """Leave the last block standing."""
-        self._live.stop()
-
-    def _bar(self, snapshot: Snapshot) -> Any:
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-
-        grid = Table.grid(padding=(0, 1))
-        if snapshot.total is None:
-            elapsed = time.monotonic() - self._started
-            grid.add_row(snapshot.phase, f"{elapsed:.0f} s")
-            return grid
-        left = render_time(snapshot.seconds_left(time.time()))
-        bar = ProgressBar(total=snapshot.total, completed=snapshot.done, width=30)
-        grid.add_row(snapshot.phase, f"{snapshot.done}/{snapshot.total}", bar, left)
-        return grid
-
-
 class SafeStream:
     """A text stream whose reader may leave (a closed terminal, `| head`) without ending the supervisor."""
 
@@ -248,5 +286,9 @@ class SafeStream:
 
 def make_display(out: IO[str]) -> Display:
     """A live display in a terminal that can redraw, a plain one elsewhere."""
-    live = out.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-    return LiveDisplay(out) if live else PlainDisplay(out)
+    if not out.isatty() or os.environ.get("TERM", "dumb") == "dumb":
+        return PlainDisplay(out)
+
+    from launcher.running.live import LiveDisplay  # it imports rich, which a pipe does without
+
+    return LiveDisplay(out)

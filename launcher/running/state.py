@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import ConfigError, Problem
-from launcher.rundir import RunDir, read_json
+from launcher.rundir import SWEEP, RunDir, read_json
 from launcher.running.agent import find_run
 from launcher.running.supervisor import Supervisor, read_supervisor
 
@@ -29,8 +29,10 @@ class State:
 
 
 def find_state(run: RunDir) -> State:
-    """Whether the run lives, by its processes; how it ended, by its outcome."""
+    """Whether the run (or sweep) lives, by its processes; how it ended, by its outcome."""
     supervisor = read_supervisor(run)
+    if is_sweep(run):
+        return _sweep_state(run, supervisor)
     if supervisor is not None and supervisor.alive:
         return State("running", f"running, supervised by process {supervisor.pid}", supervisor)
     outcome = read_object(run.outcome)
@@ -50,8 +52,49 @@ def find_state(run: RunDir) -> State:
     return State("lost", "ended without an outcome: its launching process was killed", supervisor)
 
 
+def _sweep_state(run: RunDir, supervisor: Supervisor | None) -> State:
+    data = read_object(run.path / SWEEP) or {}
+    jobs = data.get("jobs", [])
+    over = sum(job.get("status") not in ("waiting", "running") for job in jobs)
+    if supervisor is not None and supervisor.alive:
+        return State(
+            "running", f"running, {over} of {len(jobs)} jobs over, led by process {supervisor.pid}", supervisor
+        )
+    if data.get("status") != "running":
+        done = sum(job.get("status") == "done" for job in jobs)
+        text = f"{data.get('status')} (exit code {data.get('exit_code')}): {done} of {len(jobs)} jobs done"
+        return State(str(data.get("status")), text, supervisor)
+    job = current_job(run)
+    state = find_state(job) if job else None
+    if job is not None and state is not None and not state.over:
+        name = "unknown" if state.name == "unknown" else "ending"
+        return State(name, f"its process is gone; job {job.path.name}: {state.text}", state.supervisor)
+    return State("lost", f"ended before its end, after {over} of {len(jobs)} jobs: its process was killed", supervisor)
+
+
+def is_sweep(run: RunDir) -> bool:
+    """Whether the folder is that of a sweep, with its runs inside."""
+    return (run.path / SWEEP).is_file()
+
+
+def current_job(sweep: RunDir) -> RunDir | None:
+    """The job of a sweep that was started last; None when none was."""
+    jobs = (read_object(sweep.path / SWEEP) or {}).get("jobs", [])
+    started = [run for job in jobs if (run := RunDir(sweep.path / str(job.get("folder")))).plan.exists()]
+    return started[-1] if started else None
+
+
+def run_name(run: RunDir) -> str:
+    """The name below the folder of runs: a job has its sweep's before its own."""
+    inside = is_sweep(RunDir(run.path.parent))
+    return f"{run.path.parent.name}/{run.path.name}" if inside else run.path.name
+
+
 def find_folder(name: str, root: str) -> RunDir:
-    """The run folder that a person means: a path, a name below `root`, or `latest`; ConfigError if there is none."""
+    """The folder of the run or sweep that a person means: a path, a name below `root`, or `latest`, the last run.
+
+    Raises ConfigError if there is none.
+    """
     known = list_runs(root)
     if name == LATEST:
         if not known:
@@ -59,17 +102,23 @@ def find_folder(name: str, root: str) -> RunDir:
         return known[0]
     for path in (Path(name), Path(root, name)):
         if path.is_dir():
-            if not (path / "plan.json").exists():
+            if not (path / "plan.json").exists() and not is_sweep(RunDir(path)):
                 raise _no_run(f"{path} is no run folder: it has no plan.json", "python -m launcher status")
             return RunDir(path)
-    names = [run.path.name for run in known[:3]]
+    names = [run_name(run) for run in known[:3]]
     raise _no_run(f"no run folder {name}, here or in {root}", *(names or ["python -m launcher"]))
 
 
 def list_runs(root: str) -> list[RunDir]:
-    """Run folders below `root`, the newest first."""
-    plans = sorted(Path(root).glob("*/plan.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-    return [RunDir(path.parent) for path in plans]
+    """Run folders below `root`, those inside sweeps too, the newest first."""
+    plans = [*Path(root).glob("*/plan.json")]
+    plans += [path for sweep in list_sweeps(root) for path in sweep.path.glob("*/plan.json")]
+    return [RunDir(path.parent) for path in sorted(plans, key=lambda path: path.stat().st_mtime, reverse=True)]
+
+
+def list_sweeps(root: str) -> list[RunDir]:
+    """Folders of sweeps below `root`."""
+    return [RunDir(path.parent) for path in Path(root).glob(f"*/{SWEEP}")]
 
 
 def read_object(path: Path) -> dict[str, Any] | None:

@@ -16,13 +16,15 @@ from typing import IO, Any, cast
 
 from launcher.errors import ExitCode, MachineError
 from launcher.planning.command import node_launcher_argv
-from launcher.rundir import RunDir
+from launcher.reporting.page import write_report
+from launcher.rundir import RunDir, append_json
 from launcher.running.agent import Order, kill_run
 from launcher.running.folder import claim, write_files
 from launcher.running.journal import short_path
 from launcher.running.outcome import render_end, write_outcome
 from launcher.running.preflight import preflight
 from launcher.running.progress import Display, Progress, SafeStream, make_display
+from launcher.running.tracking import Tracking
 from launcher.running.transport import LOST, Event, Link, find_transport
 from launcher.running.verdict import Tally, judge
 from launcher.spec import RunPlan
@@ -40,7 +42,7 @@ def run_plan(plan: RunPlan, *, config_yaml: str, overrides: Sequence[str]) -> in
     plan = preflight(plan)
     out = cast(IO[str], SafeStream(sys.stdout))
     with StopSignals() as stop, claim(plan) as folder:
-        run = folder.run
+        run, plan = folder.run, folder.plan
         try:
             write_files(run, plan, config_yaml=config_yaml, overrides=overrides)
         except MachineError:
@@ -77,6 +79,8 @@ def make_order(plan: RunPlan) -> Order:
         env=dict(plan.env),
         ranks=list(range(host.slots)),
         stop_grace_s=plan.config.cluster.stop_grace_s,
+        monitor_every_s=plan.config.logging.monitor_every_s,
+        gpus=list(host.gpus) if plan.device == "cuda" else [],
     )
 
 
@@ -137,6 +141,7 @@ def supervise(order: Order, stop: StopSignals, out: IO[str], *, metric: str) -> 
     run, started = RunDir(Path(order.run_dir)), time.time()
     tally = Tally(run, len(order.ranks))
     display = make_display(out)
+    tracking = Tracking.start(run)
     try:
         _watch(order, tally, stop, display)
     finally:
@@ -146,8 +151,19 @@ def supervise(order: Order, stop: StopSignals, out: IO[str], *, metric: str) -> 
         write_outcome(run, verdict, tally, started=started, ended=time.time(), metric=metric)
     except OSError as error:  # a full disk must not hide the verdict
         print(f"{short_path(run.outcome)} cannot be written: {error}", file=out)
+    for sentence in [*tracking.finish(), *_report(run)]:
+        print(sentence, file=out)
     print(render_end(run, verdict, tally, metric), file=out, flush=True)
     return int(verdict.exit_code)
+
+
+def _report(run: RunDir) -> list[str]:
+    """Write report.html; a sentence when that fails, since a run that is through must not fail for its page."""
+    try:
+        write_report(run)
+    except Exception as error:
+        return [f"no report: {type(error).__name__}: {error}   (python -m launcher report {short_path(run.path)})"]
+    return []
 
 
 def _watch(order: Order, tally: Tally, stop: StopSignals, display: Display) -> None:
@@ -156,10 +172,12 @@ def _watch(order: Order, tally: Tally, stop: StopSignals, display: Display) -> N
     link = find_transport("local")(order.host, events, log=tally.run.node_log(order.host))
     link.send(asdict(order))
     asked = _Asked(link, stop, order.stop_grace_s, display.say)
+    samples = _Samples(tally.run, progress, display.say)
     over = False
     while not over:
         for event in _wait(events):
             tally.add(event)
+            samples.take(event)
             over = over or event["event"] in ("done", LOST)
             if event["event"] == "ending" and event["why"] == "failure":
                 display.say("a rank has failed: ending the others")
@@ -168,6 +186,30 @@ def _watch(order: Order, tally: Tally, stop: StopSignals, display: Display) -> N
     if tally.lost:  # the kernel has killed its node launcher and ranks; helper processes may be left
         tally.survivors += kill_run(order.run_id)
     link.close()
+
+
+class _Samples:
+    """Keeps what monitors see: every look in monitor.jsonl, the last of each host for the display."""
+
+    def __init__(self, run: RunDir, progress: Progress, say: Callable[[str], None]) -> None:
+        self._run, self._progress, self._say = run, progress, say
+        self._told = False
+
+    def take(self, event: Event) -> None:
+        """Take in one event of an agent; all but a monitor's are passed over."""
+        host = event["host"]
+        if event["event"] == "monitor_lost":
+            self._say(f"warning: {host} is no longer monitored: {event['why']}")
+        if event["event"] != "monitor":
+            return
+        line = {"time": event["time"], "host": host, **event["sample"]}
+        self._progress.take_sample(host, line)
+        try:
+            append_json(self._run.monitor, line)
+        except OSError as error:  # a full disk must not end supervision
+            if not self._told:
+                self._say(f"warning: {short_path(self._run.monitor)} cannot be written: {error}")
+            self._told = True
 
 
 class _Asked:

@@ -10,12 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import ConfigError, ExitCode, MachineError, Problem
-from launcher.rundir import RunDir, complete_checkpoints
+from launcher.rundir import SWEEP, RunDir, complete_checkpoints
 from launcher.running.agent import Process, kill_run, send
 from launcher.running.journal import evaluations, last_step, rank_statuses, short_path
 from launcher.running.outcome import steps_done
 from launcher.running.progress import render_numbers, render_scores
-from launcher.running.state import LATEST, State, find_folder, find_state, list_runs, read_object
+from launcher.running.state import (
+    LATEST,
+    State,
+    current_job,
+    find_folder,
+    find_state,
+    is_sweep,
+    list_runs,
+    list_sweeps,
+    read_object,
+    run_name,
+)
+from launcher.running.supervisor import Supervisor, read_supervisor
 
 TAIL_LINES = 20
 POLL_S = 0.3
@@ -40,9 +52,10 @@ def main(verb: str, argv: Sequence[str]) -> int:
 def status(options: argparse.Namespace) -> int:
     """Print one run in detail, or all in a table."""
     if options.run is not None:
-        print("\n".join(_details(find_folder(options.run, options.root))))
+        run = find_folder(options.run, options.root)
+        print("\n".join(_sweep_details(run) if is_sweep(run) else _details(run)))
         return ExitCode.OK
-    runs = list_runs(options.root)
+    runs = sorted([*list_runs(options.root), *list_sweeps(options.root)], key=_age)
     if not runs:
         print(f"no run in {Path(options.root).absolute()}")
         return ExitCode.OK
@@ -53,19 +66,39 @@ def status(options: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
+def _age(run: RunDir) -> float:
+    """Sorts the newest first."""
+    return -(run.path / SWEEP if is_sweep(run) else run.plan).stat().st_mtime
+
+
+def _sweep_details(run: RunDir) -> list[str]:
+    """A sweep with its table as far as it is."""
+    from launcher.running.results import result_table
+
+    lines = [f"sweep   {short_path(run.path)}", f"state   {find_state(run).text}"]
+    try:
+        return [*lines, "", *result_table(read_object(run.path / SWEEP) or {}, run)]
+    except (KeyError, TypeError, ValueError):
+        return [*lines, f"{run.path / SWEEP} is damaged, or of another version"]
+
+
 def _row(run: RunDir) -> tuple[str, str, str, str]:
     try:
         return _healthy_row(run)
     except ConfigError:  # one damaged folder must not hide the others; `status RUN` tells what is wrong
-        return run.path.name, "damaged", "-", "-"
+        return run_name(run), "damaged", "-", "-"
 
 
 def _healthy_row(run: RunDir) -> tuple[str, str, str, str]:
+    if is_sweep(run):
+        jobs = (read_object(run.path / SWEEP) or {}).get("jobs", [])
+        done = sum(job.get("status") == "done" for job in jobs)
+        return run.path.name, find_state(run).name, f"{done}/{len(jobs)} jobs", "-"
     step = last_step(run)
     if step is None:
-        return run.path.name, find_state(run).name, "-", "-"
+        return run_name(run), find_state(run).name, "-", "-"
     loss = "-" if step.get("loss") is None else f"{step['loss']:.4f}"
-    return run.path.name, find_state(run).name, f"{step['step']}/{step['total_steps']}", loss
+    return run_name(run), find_state(run).name, f"{step['step']}/{step['total_steps']}", loss
 
 
 def _details(run: RunDir) -> list[str]:
@@ -100,7 +133,7 @@ def _rank_text(entry: dict[str, Any], state: State) -> str:
 
 def logs(options: argparse.Namespace) -> int:
     """Print the end of rank logs, and what is written to them when asked to follow."""
-    run = find_folder(options.run or LATEST, options.root)
+    run = _of_one_run(find_folder(options.run or LATEST, options.root))
     files = _log_files(run, options.rank, everything=options.errors)
     if not files:
         what = "no log yet" if options.rank is None else f"no log of rank {options.rank}"
@@ -114,6 +147,16 @@ def logs(options: argparse.Namespace) -> int:
     if options.follow:
         _follow(run, {path: offset for path, _, offset in tails}, wanted, prefix)
     return ExitCode.OK
+
+
+def _of_one_run(run: RunDir) -> RunDir:
+    """The run itself; of a sweep the job that was started last."""
+    if not is_sweep(run):
+        return run
+    job = current_job(run)
+    if job is None:
+        raise ConfigError(Problem(f"no job of {run.path} has started"), title="with this sweep")
+    return job
 
 
 def _log_files(run: RunDir, rank: int | None, *, everything: bool) -> list[Path]:
@@ -177,11 +220,18 @@ def stop(options: argparse.Namespace) -> int:
     else:
         print(state.text, flush=True)
     if not _wait_for_end(run, grace_s + STOP_MARGIN_S):
-        left = kill_run(state.supervisor.run_id)
+        left = kill_run(_run_id(run, state.supervisor))
         if left:
             raise MachineError(Problem(f"processes {left} do not die"))
     print(find_state(run).text)
     return ExitCode.OK
+
+
+def _run_id(run: RunDir, supervisor: Supervisor) -> str:
+    """By what its processes are found; of a sweep those of the job that goes on."""
+    job = current_job(run) if is_sweep(run) else run
+    found = read_supervisor(job) if job else None
+    return (found or supervisor).run_id
 
 
 def _wait_for_end(run: RunDir, patience_s: float) -> bool:
@@ -194,9 +244,10 @@ def _wait_for_end(run: RunDir, patience_s: float) -> bool:
 
 
 def _grace_s(run: RunDir) -> float:
-    plan = read_object(run.plan)
     try:
-        return float((plan or {})["config"]["cluster"]["stop_grace_s"])
+        if is_sweep(run):
+            return float((read_object(run.path / SWEEP) or {})["stop_grace_s"])
+        return float((read_object(run.plan) or {})["config"]["cluster"]["stop_grace_s"])
     except (KeyError, TypeError, ValueError):
         return 120.0
 

@@ -38,15 +38,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _train(plan: RunPlan) -> NoReturn:
+    from launcher.training import nsys
     from launcher.training.rankstatus import RankStatus
 
-    rank = int(os.environ["RANK"])
-    status = RankStatus.open(RunDir(Path(plan.run_dir)), rank, _host_of(plan, rank))
+    rank, run = int(os.environ["RANK"]), RunDir(Path(plan.run_dir))
+    status = RankStatus.open(run, rank, _host_of(plan, rank))
+    if nsys.is_wanted(plan, rank):
+        os._exit(nsys.stand_for(run, rank, status, nsys.command(run, rank, nsys.program())))
+    nsys.die_with_guard()
     code = ExitCode.OK
     try:
         from launcher.training.loop import train  # torch comes with it
 
-        train(plan, RunDir(Path(plan.run_dir)), status)
+        train(plan, run, status)
     except Exception as error:
         code = _exit_code(error)
         status.fail(error, code)

@@ -1,7 +1,8 @@
-"""From a plan to a DeepSpeed engine around a Scorer."""
+"""From a plan to a DeepSpeed engine around a Scorer, and one exact optimizer step of it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,10 @@ import torch
 from launcher.families import FAMILIES
 from launcher.spec import RunPlan
 from launcher.training import attention, models, processors, scoring, tuning
+from launcher.training.batching import MicroBatch
+from launcher.training.losses import LOSSES
+from launcher.training.runtime import Rank
+from launcher.training.timing import Stopwatch
 
 
 def build_scorer(plan: RunPlan, processor: Any, device: torch.device) -> scoring.Scorer:
@@ -62,6 +67,32 @@ def make_engine(scorer: scoring.Scorer, plan: RunPlan) -> Any:
         model=scorer, optimizer=optimizer, model_parameters=trainable, config=plan.deepspeed
     )
     return engine
+
+
+def optimizer_step(
+    engine: Any, plan: RunPlan, batches: Sequence[MicroBatch], count: float, rank: Rank, watch: Stopwatch | None = None
+) -> float:
+    """One exact optimizer step over this rank's micro-batches; returns its share of the loss.
+
+    Every micro-loss is its sum over the global count, so that the step's gradient is that of one mean over the
+    whole batch; DeepSpeed averages over ranks, which the factor takes back. Empty micro-batches run too: every
+    rank must make the same collective calls.
+    """
+    loss = LOSSES[plan.config.loss.name]
+    watch = watch or Stopwatch(rank.device)
+    engine.train()
+    total = torch.zeros((), dtype=torch.float64, device=rank.device)
+    for batch in batches:
+        with watch.span("forward"):
+            batch = batch.to(rank.device)
+            scores = engine(batch)
+            value = loss.function(scores, batch.labels, batch.group, plan.config.loss) / max(count, 1.0)
+        with watch.span("backward"):
+            engine.backward(value * engine.dp_world_size)
+            total += value.detach()
+    with watch.span("optimizer"):
+        engine.step()
+    return float(total)  # waits for the whole step, which the watch needs before it is read
 
 
 def zero_stage(plan: RunPlan) -> int:

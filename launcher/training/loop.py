@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,37 +15,36 @@ from launcher.families import FAMILIES
 from launcher.rundir import RunDir
 from launcher.spec import RunPlan
 from launcher.training import checkpoint, evaluate, export, processors
-from launcher.training.batching import MicroBatch
 from launcher.training.check import note_bad_rows, usable_groups
 from launcher.training.encoding import Encoder, make_encoder
-from launcher.training.engine import build_scorer, make_engine
+from launcher.training.engine import build_scorer, make_engine, optimizer_step
 from launcher.training.formats import Group
 from launcher.training.jsonl import BadRow
 from launcher.training.lengths import Lengths, fitting, measure
-from launcher.training.losses import LOSSES
 from launcher.training.metriclog import MetricLog
 from launcher.training.pixels import Pixels
+from launcher.training.profiling import Profile, make_profile
 from launcher.training.rankstatus import RankStatus
 from launcher.training.runtime import Rank, distributed
 from launcher.training.schedule import Order, learning_rate
 from launcher.training.steps import Step, StepMaker, prefetched, training_steps
+from launcher.training.timing import DATA_WAIT, Stopwatch, over_ranks, peak_memory_gib
 from launcher.training.tuning import trainable_by_part
 
 
 def train(plan: RunPlan, run: RunDir, status: RankStatus) -> None:
     """Train as the plan says; returns when done or, after a requested stop, saved."""
     with distributed(plan) as rank:
-        log = MetricLog(run, rank.rank)
+        log = MetricLog(run, rank.rank, status)
         trainer = Trainer.build(plan, run, rank, status, log)
         stopped = trainer.fit()
         trainer.engine.destroy()
         if plan.config.checkpoint.export and not stopped and rank.rank == 0:
-            status.update(phase="exporting")
-            log.event("phase", phase="exporting")
+            log.phase("exporting")
             source = export.checkpoint_to_export(run)
             folder = export.export_from_checkpoint(plan, source, run.export)
             log.event("export", path=str(folder), checkpoint=str(source))
-        status.update(state="stopped" if stopped else "done", phase="ended")
+        log.phase("ended", state="stopped" if stopped else "done")
 
 
 @dataclass
@@ -64,6 +62,8 @@ class Trainer:
     eval_rows: Sequence[Group]
     order: Order
     processor: Any
+    watch: Stopwatch
+    profile: Profile
     step: int = 0  # optimizer steps done
     best: dict[str, Any] | None = None  # {"step", "value"} of eval.metric
     last_eval: int = -1
@@ -73,18 +73,13 @@ class Trainer:
     @classmethod
     def build(cls, plan: RunPlan, run: RunDir, rank: Rank, status: RankStatus, log: MetricLog) -> Trainer:
         """Read the data, load the model, start the engine, and resume when the plan says so."""
-
-        def phase(name: str) -> None:
-            status.update(phase=name)
-            log.event("phase", phase=name)
-
-        phase("reading data")
+        log.phase("reading data")
         processor = processors.load_processor(plan)
         encoder = make_encoder(plan, processor)
         train_rows, eval_rows = (_rows(plan, split, encoder, rank, log) for split in ("train", "eval"))
-        phase("loading model")
+        log.phase("loading model")
         scorer = build_scorer(plan, processor, rank.device)
-        phase("starting DeepSpeed")
+        log.phase("starting DeepSpeed")
         engine = make_engine(scorer, plan)
         _hold_to_plan(engine.module, plan)
         maker = StepMaker(
@@ -93,10 +88,14 @@ class Trainer:
             Pixels(processor.image_processor),
             rank=rank.rank,
             padded=scorer.padded,
-            warn=lambda text: _warn(log, text),
+            warn=log.warn,
         )
         order = Order(len(train_rows), plan.batch.global_size, plan.config.train.seed)
-        trainer = cls(plan, run, rank, status, log, engine, maker, train_rows, eval_rows, order, processor)
+        watch = Stopwatch(rank.device)
+        profile = make_profile(plan.config.profile, run, rank, engine, watch, log)
+        trainer = cls(
+            plan, run, rank, status, log, engine, maker, train_rows, eval_rows, order, processor, watch, profile
+        )
         if plan.resume_from is not None:
             trainer._resume(plan.resume_from)
         return trainer
@@ -109,31 +108,43 @@ class Trainer:
     def fit(self) -> bool:
         """Run the remaining steps; true when a stop was asked for before the end."""
         config = self.plan.config
-        self.status.update(state="running", phase="training", step=self.step)
+        self.log.phase("training", state="running", step=self.step)
+        self.profile.choose(self.step, self.total_steps)
         if self.step == 0 and config.eval.at_start:
             self.evaluate()
         if self.stopping():  # asked for while loading or evaluating
             return self._finish(stopped=True)
         stopped = False
-        asked = time.monotonic()  # waiting for data counts as part of a step
-        for share in training_steps(self.maker, self.train_rows, self.order, self.step, self.total_steps):
-            stopped = self._train_step(share, asked)
-            self.status.update(phase="training", step=self.step)
+        for share in self._shares():
+            stopped = self._train_step(share)
+            self.profile.end_step(self.step)
+            self.log.phase("training", step=self.step)
             if stopped:
                 break
             if self._due(config.eval.every_steps):
                 self.evaluate()
             if self._due(config.checkpoint.every_steps) or self._epoch_ended():
                 self.save()
-            asked = time.monotonic()
+        self.profile.close()
         return self._finish(stopped)
+
+    def _shares(self) -> Iterator[Step]:
+        """This rank's share of each remaining step; waiting for one is part of its step."""
+        shares = training_steps(self.maker, self.train_rows, self.order, self.step, self.total_steps)
+        while self.step < self.total_steps:
+            self.log.phase("training")
+            self.profile.begin_step(self.step + 1)
+            self.watch.begin()
+            with self.watch.span(DATA_WAIT):
+                share = next(shares)
+            yield share
 
     def stopping(self) -> bool:
         """Whether any rank was asked to stop; a collective call."""
         (asked,) = self.rank.sum(float(self.status.stop_requested))
         return asked > 0
 
-    def _train_step(self, share: Step, asked: float) -> bool:
+    def _train_step(self, share: Step) -> bool:
         """One optimizer step; true when a stop was asked for meanwhile."""
         config = self.plan.config
         count, groups, tokens, stop = self.rank.sum(
@@ -142,24 +153,27 @@ class Trainer:
         lr = self._learning_rate()
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
-        (loss,) = self.rank.sum(optimizer_step(self.engine, self.plan, share.micro_batches, count, self.rank))
+        loss = optimizer_step(self.engine, self.plan, share.micro_batches, count, self.rank, self.watch)
         self.step += 1
         self.units = (self.units or 0.0) + count
         if self.step % config.logging.every_steps == 0 or self.step == self.total_steps:
-            seconds = time.monotonic() - asked
+            own = (loss, *self.watch.seconds(), share.tokens, *peak_memory_gib(self.rank.device))
+            losses, *rest = zip(*self.rank.table(own), strict=True)
+            seconds = self.watch.elapsed
             norm = self.engine.get_global_grad_norm()
             self.log.step(
                 step=self.step,
                 total_steps=self.total_steps,
                 epoch=self.step / self.order.steps_per_epoch,
-                loss=loss,
+                loss=sum(losses),
                 lr=lr,
                 grad_norm=None if norm is None else float(norm),
                 queries_per_s=groups / seconds,
                 tokens_per_s=tokens / seconds,
                 step_s=seconds,
                 skipped=int(self.engine.skipped_steps),
-                memory_gib=_peak_gib(self.rank.device),
+                micro_steps=len(share.micro_batches),
+                timings=over_ranks(list(zip(*rest, strict=True))),
             )
         return stop > 0
 
@@ -178,7 +192,7 @@ class Trainer:
         """Score the held-out rows, log the metrics, and note whether they are the best so far."""
         if not self.eval_rows or self.last_eval == self.step:
             return
-        self.status.update(phase="evaluating")
+        self.log.phase("evaluating")
         records = score_rows(self.engine, self.maker, self.eval_rows, self.rank, self.stopping)
         if records is None:
             return
@@ -188,7 +202,7 @@ class Trainer:
         self.last_eval = self.step
         self.log.evaluation(step=self.step, metrics=metrics, groups=len(records))
         for text in evaluate.warnings(records):
-            _warn(self.log, text)
+            self.log.warn(text)
         value = metrics[f"eval/{self.plan.config.eval.metric}"]
         if self.step > 0 and (self.best is None or value > self.best["value"]):
             self.best = {"step": self.step, "value": value}
@@ -199,7 +213,7 @@ class Trainer:
         """Write a checkpoint of this step unless it exists; keep the last ones and the best."""
         if self.step in self.saved:
             return
-        self.status.update(phase="saving")
+        self.log.phase("saving")
         state = {"epoch": self.step / self.order.steps_per_epoch, "best": self.best}
         folder = checkpoint.save(
             self.engine, run=self.run, step=self.step, state=state, plan=self.plan, group=self.rank.cpu_group
@@ -231,26 +245,6 @@ class Trainer:
         if (stopped and self.step > 0) or (not stopped and (options.at_end or options.export)):
             self.save()
         return stopped
-
-
-def optimizer_step(engine: Any, plan: RunPlan, batches: Sequence[MicroBatch], count: float, rank: Rank) -> float:
-    """One exact optimizer step over this rank's micro-batches; returns its share of the loss.
-
-    Every micro-loss is its sum over the global count, so that the step's gradient is that of one mean over the
-    whole batch; DeepSpeed averages over ranks, which the factor takes back. Empty micro-batches run too: every
-    rank must make the same collective calls.
-    """
-    loss = LOSSES[plan.config.loss.name]
-    engine.train()
-    total = torch.zeros((), dtype=torch.float64, device=rank.device)
-    for batch in batches:
-        batch = batch.to(rank.device)
-        scores = engine(batch)
-        value = loss.function(scores, batch.labels, batch.group, plan.config.loss) / max(count, 1.0)
-        engine.backward(value * engine.dp_world_size)
-        total += value.detach()
-    engine.step()
-    return float(total)
 
 
 def score_rows(
@@ -290,12 +284,12 @@ def _rows(plan: RunPlan, split: str, encoder: Encoder, rank: Rank, log: MetricLo
         lengths.add(part)
     kept = fitting(plan, lengths, groups, split)
     for row in sorted(lengths.unfit):
-        _warn(log, f"left out: {lengths.unfit[row]}")
+        log.warn(f"left out: {lengths.unfit[row]}")
     if rank.rank == 0:  # every rank has read the list by now: it met the others in `gather`
         note_bad_rows(plan, split, [BadRow(groups[r].where, groups[r].id, lengths.unfit[r]) for r in lengths.unfit])
     if lengths.cut:
         limit = plan.config.dataset.max_length
-        _warn(log, f"{lengths.cut:,} documents of the {split} data lose their end to fit dataset.max_length={limit}")
+        log.warn(f"{lengths.cut:,} documents of the {split} data lose their end to fit dataset.max_length={limit}")
     return kept
 
 
@@ -312,12 +306,3 @@ def _no_usable_row(key: str) -> ConfigError:
     text = f"every row of {key} was left out: too long, or an image that cannot be read"
     tries = ("dataset.on_bad=error   (names the first row and why)", "dataset.max_length=... or batch.max_tokens=...")
     return ConfigError(Problem(text, tries=tries), title="with the data")
-
-
-def _warn(log: MetricLog, text: str) -> None:
-    print(f"warning: {text}", flush=True)
-    log.event("warning", text=text)
-
-
-def _peak_gib(device: torch.device) -> float | None:
-    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None

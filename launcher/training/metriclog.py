@@ -1,4 +1,7 @@
-"""metrics.jsonl and events.jsonl: what training measured and what happened, one JSON object a line."""
+"""metrics.jsonl and events.jsonl: what training measured and what happened, one JSON object a line.
+
+A phase is noted in each rank's state file as well, in the same call, so that the two cannot tell different stories.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from launcher.rundir import RunDir, append_json
+from launcher.training.rankstatus import RankStatus
 
 
 class MetricLog:
-    """Appends lines to the files of a run; on ranks other than 0 every call does nothing.
+    """Appends lines to the files of a run; ranks other than 0 keep their state file and write nothing else.
 
     Readers must take the last line of a step: a run resumed from an earlier checkpoint writes the
     steps after it again, behind an event `resumed`.
     """
 
-    def __init__(self, run: RunDir, rank: int) -> None:
-        self._run = run
+    def __init__(self, run: RunDir, rank: int, status: RankStatus) -> None:
+        self._run, self._status = run, status
         self._writes = rank == 0
+        self._phase: str | None = None
+
+    def phase(self, name: str, *, state: str | None = None, step: int | None = None) -> None:
+        """Where this rank is now: an event for each change, so that differences of times are durations."""
+        changed, self._phase = name != self._phase, name
+        self._status.update(phase=name, state=state, step=step)
+        if changed:
+            self.event("phase", phase=name)
 
     def step(
         self,
@@ -34,9 +46,13 @@ class MetricLog:
         tokens_per_s: float,
         step_s: float,
         skipped: int,
-        memory_gib: float | None = None,
+        micro_steps: int,
+        timings: Mapping[str, Any],
     ) -> None:
-        """One optimizer step; `skipped` counts steps so far whose gradient was not finite."""
+        """One optimizer step; `skipped` counts steps so far whose gradient was not finite.
+
+        `timings` are the fields of `launcher.training.timing.over_ranks`.
+        """
         line: dict[str, Any] = {
             "kind": "step",
             "step": step,
@@ -49,9 +65,9 @@ class MetricLog:
             "tokens_per_s": tokens_per_s,
             "step_s": step_s,
             "skipped": skipped,
+            "micro_steps": micro_steps,
+            **timings,
         }
-        if memory_gib is not None:
-            line["memory_gib"] = memory_gib
         self._append_metrics(line)
         self._print(f"step {step}/{total_steps}  loss {loss:.4f}  lr {lr:.2e}  {queries_per_s:.1f} queries/s")
 
@@ -61,9 +77,14 @@ class MetricLog:
         self._print(f"step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
 
     def event(self, event: str, **fields: Any) -> None:
-        """Something that happened once: phase, checkpoint, export, stop_requested, resumed, warning."""
+        """Something that happened: checkpoint, export, stop_requested, resumed, profile; see also `phase`, `warn`."""
         if self._writes:
             append_json(self._run.events, {"time": time.time(), "event": event, **_plain(fields)})
+
+    def warn(self, text: str) -> None:
+        """Something to be looked at, in every rank's log and as rank 0's event."""
+        print(f"warning: {text}", flush=True)
+        self.event("warning", text=text)
 
     def _print(self, line: str) -> None:
         """To the rank's log, for whoever follows it."""

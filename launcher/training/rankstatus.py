@@ -128,6 +128,7 @@ def _parent_is_gone() -> bool:
         environment = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
         return f"LAUNCHER_RUN_ID={run_id}".encode() not in environment
     except PermissionError:
-        return False
+        # Process 1 of somebody else has adopted this one. The node launcher began the session that its ranks are in.
+        return os.getppid() != os.getsid(0)
     except OSError:
         return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,6 +32,12 @@ class Rank:
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, group=self.cpu_group)
         return tensor.tolist()
+
+    def table(self, row: Sequence[float]) -> list[list[float]]:
+        """Every rank's row of numbers, equally many on each, in float64; for what `gather` is too slow for."""
+        rows = [torch.empty(len(row), dtype=torch.float64) for _ in range(self.world_size)]
+        dist.all_gather(rows, torch.tensor(row, dtype=torch.float64), group=self.cpu_group)
+        return [one.tolist() for one in rows]
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's picklable value, on every rank."""
@@ -61,6 +67,8 @@ def distributed(plan: RunPlan) -> Iterator[Rank]:
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
+        # The patch embedding is a convolution, where torch's default is TF32: float32 means float32.
+        torch.backends.cudnn.allow_tf32 = plan.precision != "fp32"
     # Rank 0 may load and check for long while the others wait: DeepSpeed's 10 minutes are short for 72B.
     patience = timedelta(minutes=30)
     deepspeed.init_distributed("nccl" if on_gpu else "gloo", timeout=patience, verbose=False)

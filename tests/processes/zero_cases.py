@@ -1,31 +1,35 @@
 """Train the same groups under several plans in one process group; rank 0 writes what came out.
 
-usage: RANK=.. WORLD_SIZE=.. python -m tests.processes.zero_cases OUT_FOLDER
+usage: RANK=.. WORLD_SIZE=.. python -m tests.processes.zero_cases OUT_FOLDER cpu|gpu cpu|cuda
 
-Engines are made and destroyed in a running process group, since a start costs more than all cases together.
+The second word chooses the cases; those meant for GPUs can be tried on a CPU. Engines are made and destroyed in a
+running process group, since a start costs more than all cases together.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 
+from launcher.resources import ds_configs_dir
 from launcher.training import processors
 from launcher.training.encoding import make_encoder
-from launcher.training.engine import build_scorer, make_engine
+from launcher.training.engine import build_scorer, make_engine, optimizer_step
 from launcher.training.engine_state import full_weights
-from launcher.training.loop import optimizer_step
+from launcher.training.formats import Group
 from launcher.training.pixels import Pixels
 from launcher.training.runtime import Rank, distributed
 from launcher.training.steps import StepMaker
-from tests.groups import GROUPS
-from tests.tiny import tiny_plan
+from tests.groups import GROUPS, group, picture
+from tests.tiny import tiny_arch, tiny_plan
 
 ALL = [one for groups in GROUPS.values() for one in groups]
 TEXT_ONE_SIDE = GROUPS["text"] + GROUPS["image documents"]  # in a step of two, one rank sees no image
@@ -58,55 +62,140 @@ RUNS = [(name, 2, 1) for name in CASES] + [
 ]
 
 
+# On GPUs random weights are others than on the CPU, so these begin with the same files.
+GPU_CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "full, weights from files": ({"files": True}, 300),
+    "lora, weights from files": ({"tune": LORA, "files": True}, 300),
+    "full, bf16": ({"files": True, "bf16": True}, 300),
+    "lora, bf16": ({"tune": LORA, "files": True, "bf16": True}, 300),
+}
+GPU_RUNS = [
+    (name, stage, ranks)
+    for ranks in (1, 2)
+    for stage in range(4)
+    for name in GPU_CASES
+    if stage > 0 or "bf16" not in name  # DeepSpeed would add up gradients in bf16 there
+]
+
+# Stages compared with one another: (stage, overlap_comm), None = as ds_configs/ has it. Two ranks, bf16.
+STAGES: list[tuple[int, bool | None]] = [(1, None), (2, None), (3, None), (2, True), (3, False)]
+STAGE_STEPS = [range(8), range(8, 13), range(13, 14)] * 2  # the last of three: fewer groups than ranks
+STAGE_LR = [0.0] * 3 + [1e-4] * 3  # the first half on the same weights, so that only the arithmetic differs
+
+
 def make_case(folder: Path, name: str, stage: int, ranks: int) -> Any:
     """The plan of a case."""
-    import dataclasses
-
-    options, max_tokens = CASES[name]
+    options, max_tokens = {**CASES, **GPU_CASES}[name]
     config = {key: value for key, value in options.items() if key not in ("recompute", "files", "bf16")}
     if options.get("files"):  # under ZeRO-3 they are sharded while they load
         config["model"] = {"weights": "pretrained", "path": str(folder / BASE)}
     plan = tiny_plan(folder, stage=stage, ranks=ranks, max_tokens=max_tokens, **config)
     if options.get("bf16"):
-        settings = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
-        plan = dataclasses.replace(plan, precision="bf16", deepspeed=plan.deepspeed | settings)
+        plan = in_bf16(plan)
     return dataclasses.replace(plan, checkpointed_layers=4 if options.get("recompute") else 0)
 
 
-def run_case(plan: Any, rank: Rank) -> tuple[dict[str, list[float]], dict[str, torch.Tensor]]:
-    """Losses and gradient norms of three steps, and every parameter after them."""
+def in_bf16(plan: Any) -> Any:
+    """The same plan in bf16, gradients added up in float32 as the planner has it."""
+    settings = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    return dataclasses.replace(plan, precision="bf16", deepspeed=plan.deepspeed | settings)
+
+
+def stage_case(folder: Path, stage: int, overlap: bool | None, device: str) -> Any:
+    """A wider model under ds_configs/stageN.json, its buckets small: many reductions while gradients are computed."""
+    width, layers = (1024, 12) if device == "cuda" else (128, 2)
+    arch = tiny_arch(
+        hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
+        num_attention_heads=width // 32, num_key_value_heads=width // 64,
+    )  # fmt: skip
+    arch["vision_config"]["out_hidden_size"] = width
+    arch["dtype"] = "bfloat16"
+    plan = tiny_plan(folder, stage=stage, ranks=2, max_tokens=600)
+    zero = json.loads((ds_configs_dir() / f"stage{stage}.json").read_text())["zero_optimization"]
+    zero |= {"reduce_bucket_size": 4_000_000, "allgather_bucket_size": 4_000_000}
+    zero |= {} if overlap is None else {"overlap_comm": overlap}
+    return in_bf16(dataclasses.replace(plan, arch=arch, deepspeed=plan.deepspeed | {"zero_optimization": zero}))
+
+
+def stage_groups() -> list[Group]:
+    """Groups of very different lengths, some with pictures: micro-batches differ in tokens from rank to rank."""
+    made = []
+    for g in range(14):
+        texts = [f"{g} {d} " + "the river and a red door " * (1 + (g * 5 + d * 3) % 11) for d in range(3)]
+        documents = [(text,) for text in texts] + ([(picture(g), "of it")] if g % 3 == 0 else [])
+        made.append(group((f"query {g}",), *documents))
+    return made
+
+
+def run_case(
+    plan: Any, rank: Rank, groups: Sequence[Group], steps: Sequence[Sequence[int]], rates: Sequence[float] | None = None
+) -> tuple[dict[str, Any], Any]:
+    """Losses and gradient norms of `steps` (lists of group numbers), and the engine after them."""
     processor = processors.load_processor(plan)
-    engine = make_engine(build_scorer(plan, processor, rank.device), plan)
+    scorer = build_scorer(plan, processor, rank.device)
+    padded = scorer.padded
+    engine = make_engine(scorer, plan)
     pixels = Pixels(processor.image_processor)
-    maker = StepMaker(plan, make_encoder(plan, processor), pixels, rank=rank.rank, padded=True, warn=print)
-    found: dict[str, list[float]] = {"loss": [], "norm": [], "micro_batches": []}
-    for rows in STEPS:
-        share = maker.training([ALL[row] for row in rows])
+    maker = StepMaker(plan, make_encoder(plan, processor), pixels, rank=rank.rank, padded=padded, warn=print)
+    found: dict[str, Any] = {"loss": [], "norm": [], "micro_batches": [], "tokens": []}
+    for number, rows in enumerate(steps):
+        share = maker.training([groups[row] for row in rows])
         (count,) = rank.sum(share.units)
+        for part in engine.optimizer.param_groups if rates else ():
+            part["lr"] = rates[number]
         (loss,) = rank.sum(optimizer_step(engine, plan, share.micro_batches, count, rank))
         found["loss"].append(loss)
         found["norm"].append(float(engine.get_global_grad_norm() or 0.0))
         found["micro_batches"].append(len(share.micro_batches))
-    weights = {name: value.clone() for name, value in full_weights(engine) if value is not None}
-    engine.destroy()
-    return found, weights
+        found["tokens"].append(rank.gather([batch.tokens for batch in share.micro_batches]))
+    return found, engine
+
+
+def run_all(out: Path, rank: Rank, cases: str, device: str) -> None:
+    """Numbers and every parameter of each case, written by rank 0."""
+    world = rank.world_size
+    for name, stage, ranks in {"cpu": RUNS, "gpu": GPU_RUNS}[cases]:
+        if ranks != world:
+            continue
+        plan = dataclasses.replace(make_case(out, name, stage, world), device=device)
+        numbers, engine = run_case(plan, rank, ALL, STEPS)
+        weights = {name: value.clone() for name, value in full_weights(engine) if value is not None}
+        engine.destroy()
+        if rank.rank == 0:
+            key = f"{name}, stage {stage}, ranks {world}"
+            (out / f"{key}.json").write_text(json.dumps(numbers))
+            save_file({k: v.contiguous() for k, v in weights.items()}, out / f"{key}.safetensors")
+            print(key, numbers, flush=True)
+
+
+def compare_stages(out: Path, rank: Rank, device: str) -> None:
+    """Losses and gradient norms of every entry of STAGES in stages.json; what DeepSpeed refuses, as its text."""
+    groups, found = stage_groups(), []
+    for stage, overlap in STAGES:
+        plan = dataclasses.replace(stage_case(out, stage, overlap, device), device=device)
+        numbers, engine = run_case(plan, rank, groups, STAGE_STEPS, STAGE_LR)
+        engine.destroy()
+        del engine
+        gc.collect()
+        overlap = plan.deepspeed["zero_optimization"]["overlap_comm"]
+        found.append({"stage": stage, "overlap_comm": overlap, **numbers})
+        print(found[-1], flush=True)
+    try:
+        run_case(dataclasses.replace(stage_case(out, 1, True, device), device=device), rank, groups, [])
+    except AssertionError as error:
+        found.append({"stage": 1, "overlap_comm": True, "refused": str(error)})
+    if rank.rank == 0:
+        (out / "stages.json").write_text(json.dumps(found))
 
 
 def main() -> None:
-    """Run every case of every stage."""
-    out = Path(sys.argv[1])
+    """Run every case of this number of ranks."""
+    out, cases, device = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     world = int(os.environ["WORLD_SIZE"])
-    with distributed(tiny_plan(out, ranks=world)) as rank:
-        for stage in range(4):
-            for name in CASES:
-                if (name, stage, world) not in RUNS:
-                    continue
-                numbers, weights = run_case(make_case(out, name, stage, world), rank)
-                if rank.rank == 0:
-                    key = f"{name}, stage {stage}, ranks {world}"
-                    (out / f"{key}.json").write_text(json.dumps(numbers))
-                    save_file({k: v.contiguous() for k, v in weights.items()}, out / f"{key}.safetensors")
-                    print(key, numbers, flush=True)
+    with distributed(dataclasses.replace(tiny_plan(out, ranks=world), device=device)) as rank:
+        run_all(out, rank, cases, device)
+        if cases == "gpu" and world == 2:
+            compare_stages(out, rank, device)
     os._exit(0)  # as a rank of a run leaves: gloo's threads may abort in the interpreter's own end
 
 

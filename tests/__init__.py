@@ -1,0 +1,1 @@
+"""A package, so that no other one called tests is found in its place."""

@@ -1,0 +1,412 @@
+"""report.html: whole, offline, escaped, and its numbers true; for runs of every fate, for several, for sweeps."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+import pytest
+
+from launcher.__main__ import main
+from launcher.errors import ConfigError
+from launcher.reporting.chart import smooth, thin
+from launcher.reporting.page import write_report
+from launcher.reporting.record import read_record
+from launcher.rundir import SWEEP, RunDir, write_json
+from launcher.running.supervisor import write_supervisor
+from launcher.spec import plan_to_json
+from tests.conftest import Launch
+from tests.reporting_support import (
+    START,
+    STEP_S,
+    TRAINING,
+    Page,
+    eval_line,
+    failure,
+    make_run,
+    monitor_line,
+    phases,
+    plan_of,
+    stamp,
+    step_line,
+    write_lines,
+    write_outcome,
+)
+
+ALL_PLOTS = {
+    *("loss", "rate", "eval", "speed", "memory", "shares", "spread", "ranks", "phases"),
+    *("gpus", "hosts", "network", "infiniband"),
+}
+
+
+@pytest.fixture
+def run(runs: Path) -> RunDir:
+    """A run that is done and has everything."""
+    return make_run(runs / "good")
+
+
+def page(run: RunDir) -> Page:
+    return Page(write_report(run))
+
+
+def steps_of(run: RunDir) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "step"]
+
+
+def test_every_plot_is_drawn_and_is_one_that_plotly_knows(run: RunDir) -> None:
+    found = page(run)
+    places = {attrs["id"] for tag, attrs in found.elements if attrs.get("class") == "plot"}
+    assert set(found.figures) == ALL_PLOTS
+    assert places == {f"plot-{name}" for name in ALL_PLOTS}
+    for figure in found.figures.values():
+        go.Figure(data=figure["data"], layout=figure["layout"])  # ValueError for a property it does not have
+        assert all(len(trace["x"]) for trace in figure["data"])
+    assert [switch["label"] for switch in found.figures["loss"]["switches"]] == ["linear", "log"]
+    marks = {trace["name"]: trace["x"] for trace in found.figures["loss"]["data"] if trace["mode"] == "markers"}
+    assert marks == {"checkpoint": [100, 200], "warning": [40]}
+
+
+def test_page_needs_no_network_and_runs_only_its_own_scripts(run: RunDir) -> None:
+    found = page(run)
+    assert not any({"src", "href", "srcset", "action"} & set(attrs) for _, attrs in found.elements)
+    assert {tag for tag, _ in found.elements} & {"link", "img", "iframe", "object", "embed", "form", "base"} == set()
+    assert "url(" not in found.style and "@import" not in found.style
+    policy = next(str(attrs["content"]) for _, attrs in found.elements if "http-equiv" in attrs)
+    assert policy.startswith("default-src 'none';") and "http" not in policy.replace("http-equiv", "")
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in found.scripts[1:]]
+    assert len(hashes) == 2 and all(f"'sha256-{digest}'" in policy for digest in hashes)
+    assert "showSendToCloud: false" in found.scripts[2]  # plotly's own default offers to send the data away
+    assert run.report.stat().st_size < 6e6
+
+
+def test_names_logs_and_errors_are_text_and_not_html(runs: Path) -> None:
+    evil = "<script>alert(1)<!--"
+    run = make_run(runs / evil, steps=30)
+    text = "row 7 has <b>no</b> document"
+    write_outcome(run, "failed", 4, [failure(run, 1, text, f"Traceback\n  x\nValueError: {text}")])
+    run.log("desk", 1).write_text("<img src=x onerror=alert(2)>\n</pre></details><script>alert(3)</script>\n" * 20)
+    warning = {"time": TRAINING + 9, "event": "warning", "text": "</script><a href='javascript:alert(4)'>x</a>"}
+    with open(run.events, "a") as file:
+        file.write(json.dumps(warning) + "\n")
+    found = page(run)
+    assert len(found.scripts) == 3
+    tags = {tag for tag, _ in found.elements}
+    assert tags & {"img", "b", "a"} == set()
+    assert not any(name.startswith("on") for _, attrs in found.elements for name in attrs)
+    for shown in (evil, text, "<img src=x onerror=alert(2)>", warning["text"]):
+        assert shown in found.text
+    hover = [t for trace in found.figures["loss"]["data"] for t in trace.get("text", [])]
+    assert any("&lt;a href" in text for text in hover) and not any("<a" in text for text in hover)
+    assert found.text.count("<img src=x") == 15  # the last 30 lines
+
+
+def test_key_numbers_are_those_of_the_files(run: RunDir) -> None:
+    tiles = page(run).tiles
+    steady = steps_of(run)[5:]
+    time = sum(line["step_s"] for line in steady)
+    assert tiles["queries/s"] == f"{16 * len(steady) / time:.3g}" == "12.1"
+    assert tiles["tokens/s"] == f"{24_000 * len(steady) / time:,.0f}"
+    assert tiles["step time"] == f"{statistics.median(line['step_s'] for line in steady):.3g} s"
+    assert tiles["waiting for data"] == f"{100 * 0.06 * len(steady) / time:.1f} %"
+    assert tiles["best ndcg@10"] == "0.7700" and tiles["ndcg@10 at the end"] == "0.7400"
+    assert tiles["loss at the end"] == f"{statistics.fmean(line['loss'] for line in steady[-20:]):.4f}"
+    assert tiles["peak GPU memory"] == "42.0 GiB"
+    assert tiles["GPU use"] == "85.0 %"  # 90 and 80 while it trained, nothing before
+    assert tiles["steps"] == "200"
+
+
+def test_plan_against_reality_is_right(run: RunDir) -> None:
+    memory = json.loads(run.plan.read_text())["memory"]
+    whole, inside = sum(memory.values()) / 2**30, (sum(memory.values()) - memory["context"]) / 2**30
+    limit = json.loads(run.plan.read_text())["batch"]["max_tokens"]
+    rows = {row[0]: row[1:] for row in page(run).tables["Plan against reality"]}
+    assert inside < whole
+    assert rows["peak allocated, rank 0"] == [f"{inside:.1f} GiB", "42.0 GiB", f"{42 / inside:.2f}"]
+    assert rows["peak allocated, rank 1"] == [f"{inside:.1f} GiB", "39.5 GiB", f"{39.5 / inside:.2f}"]
+    assert rows["peak reserved, largest rank"] == [f"{inside:.1f} GiB", "47.5 GiB", f"{47.5 / inside:.2f}"]
+    assert rows["in use on desk GPU 1 (driver)"] == [f"{whole:.1f} GiB", "51.0 GiB", f"{51 / whole:.2f}"]
+    assert rows["optimizer steps"] == ["200", "200", "1.00"]
+    assert rows["steps an epoch"] == ["63", "62.5", f"{62.5 / 63:.2f}"]  # 1,000 rows, 16 a step
+    assert rows["queries a step, mean"] == ["16", "16", "1.00"]
+    assert rows["micro-batches a rank and step, mean"][1] == "2"
+    # 12,400 and 11,600 tokens in two micro-batches each
+    assert rows["tokens of a micro-batch, mean"] == [f"{limit:,}", "6,000", f"{6000 / limit:.2f}"]
+    assert rows["tokens of a micro-batch, fullest step and rank"] == [f"{limit:,}", "6,200", f"{6200 / limit:.2f}"]
+
+
+def test_time_is_told_apart_by_phase_and_by_part_of_a_step(run: RunDir) -> None:
+    tables = page(run).tables
+    assert {row[0]: row[1] for row in tables["Time per phase"][1:]} == {
+        **{"starting": "10 s", "reading data": "15 s", "loading model": "20 s", "starting DeepSpeed": "5 s"},
+        **{"evaluating": "20 s", "training": "4 min 20 s", "saving": "10 s", "exporting": "15 s", "ending": "5 s"},
+    }
+    mean = statistics.fmean(line["step_s"] for line in steps_of(run)[5:])
+    shares = {row[0]: row[2] for row in tables["Parts of a step"][1:]}
+    assert shares["forward"] == f"{100 * 0.33 / mean:.1f} %"
+    assert shares["rest"] == f"{100 * (mean - 0.06 - 0.33 - 0.6 - 0.05) / mean:.1f} %"
+    assert sum(float(share[:-2]) for share in shares.values()) == pytest.approx(100, abs=0.3)
+    ranks = {row[0]: row for row in tables["Ranks"][1:]}
+    assert [ranks[rank][8] for rank in "01"] == ["0.0 %", "100.0 %"]  # rank 1 is the slow one
+    assert ranks["1"][4] == "0.36 s"
+    assert tables["GPUs"][2][6] == f"sw_power_cap {100 * 6 / 72:.1f} %"
+
+
+def test_tables_hold_what_else_there_is_to_know(run: RunDir) -> None:
+    run.report.write_text("an older page")
+    found = page(run)
+    assert ["torch", "2.9.1"] in found.tables["Versions and machine"]
+    assert ["torch", "profile/rank0.json.gz", "https://ui.perfetto.dev"] in found.tables["Profiles"]
+    assert [r[0] for r in found.tables["Files"] if r[0] in ("logs/", "metrics.jsonl")][::-1] == [
+        "metrics.jsonl",
+        "logs/",
+    ]
+    assert "Rows that were dropped: 1" in found.text
+    assert "HF_TOKEN=***" in found.text
+    assert "Memory of one GPU, GiB, estimated" in found.text  # the plan, as `plan` prints it
+    assert [row[0] for row in found.tables["Evaluations"]] == ["step", "0", "100", "200"]
+
+
+def test_thinning_keeps_extremes_order_and_gaps() -> None:
+    ys: list[float | None] = [float((n * 7919) % 10_007) for n in range(50_000)]
+    ys[31_234], ys[7_777] = 1e6, -1e6
+    ys[20_000:21_000] = [None] * 1000
+    xs, kept = thin(range(50_000), ys, 2000)
+    assert len(xs) == len(kept) <= 2000
+    assert xs == sorted(set(xs)) and (xs[0], xs[-1]) == (0, 49_999)
+    assert (31_234, 1e6) in zip(xs, kept, strict=True) and (7_777, -1e6) in zip(xs, kept, strict=True)
+    assert None in kept
+    assert thin([1, 2], [3.0, None], 2000) == ([1, 2], [3.0, None])
+
+
+def test_long_run_stays_small_and_says_what_is_left_out(run: RunDir) -> None:
+    changed = {7777: {"loss": 9.5}, 500: {"loss": None}}
+    lines = [step_line(step, total_steps=10_000, lr=1e-4, **changed.get(step, {})) for step in range(1, 10_001)]
+    write_lines(run.metrics, lines)
+    write_lines(run.monitor, [monitor_line(number, gpus=8) for number in range(1200)])
+    found = page(run)
+    assert "has 10,000 points; 2,000 are drawn" in found.text
+    assert max(y for y in found.figures["loss"]["data"][0]["y"] if y is not None) == 9.5
+    assert "The loss was not finite in 1 step, first in step 500" in found.text
+    assert run.report.stat().st_size < 6e6
+
+
+def test_smoothing_starts_at_the_first_value_and_skips_gaps() -> None:
+    assert smooth([4.0, None, 4.0, 4.0]) == [pytest.approx(4.0), None, pytest.approx(4.0), pytest.approx(4.0)]
+    steps = smooth([0.0] * 50 + [1.0] * 50)
+    assert steps[49] == 0 and 0 < (steps[51] or 0) < (steps[60] or 0) < 1
+
+
+def test_run_that_failed_before_training(run: RunDir) -> None:
+    for file in (run.metrics, run.events, run.monitor, run.environment):
+        file.unlink()
+    shutil.rmtree(run.ranks)
+    text = "DeepSpeed's node launcher on desk left with exit code 1 before a rank had started"
+    write_outcome(run, "failed", 3, [{**failure(run, 0, "", ""), "rank": None, "error": None, "text": text}])
+    run.node_log("desk").write_text("ImportError: libcudart\n")
+    found = page(run)
+    assert found.figures == {}
+    for shown in (text, "ImportError: libcudart", "Loss: No step has been written down yet.", "failed, exit code 3"):
+        assert shown in found.text
+    assert "Network: The monitor wrote nothing." in found.text
+
+
+def test_run_that_goes_on(run: RunDir) -> None:
+    run.outcome.unlink()
+    write_supervisor(run, "a-run")  # this process
+    found = page(run)
+    assert "running, supervised by process" in found.text and "so far" in found.text
+    assert {"loss", "speed", "gpus"} <= set(found.figures)
+
+
+def test_run_without_evaluation_monitor_or_the_newer_keys(run: RunDir) -> None:
+    new = (
+        "data_wait_s",
+        "forward_s",
+        "backward_s",
+        "optimizer_s",
+        "micro_steps",
+        "ranks",
+        "memory_gib",
+        "memory_reserved_gib",
+    )
+    old = [{key: value for key, value in line.items() if key not in new} for line in steps_of(run)]
+    write_lines(run.metrics, [{**line, "loss": None} for line in old])
+    run.monitor.unlink()
+    write_lines(run.events, phases(("reading data", 10), ("starting DeepSpeed", 45)))
+    plan = json.loads(run.plan.read_text())
+    plan["config"]["logging"]["monitor_every_s"] = None
+    write_json(run.plan, plan)
+    found = page(run)
+    assert set(found.figures) == {"loss", "rate", "speed", "spread"}
+    for reason in (
+        *("Evaluation metrics: No evaluation was made", "Where a step's time goes: Its steps were written without"),
+        *("Time per phase: Not every change", "GPUs over time: The monitor was off"),
+    ):
+        assert reason in found.text
+    assert "The loss was not finite in 200 steps" in found.text
+
+
+def test_damaged_files_are_read_as_far_as_they_go(run: RunDir) -> None:
+    with open(run.metrics, "a") as file:
+        file.write('{"kind": "step", "step": 201, "lo\n[1, 2]\n{"kind": "step", "step": "x", "time": 1}\n{"kind": "st')
+    run.monitor.write_text("\x00\x00\n" + run.monitor.read_text() + '{"time": 1e9, "gpus": 7, "network": []}\n')
+    run.outcome.write_text('{"status": ')
+    (run.path / "bad_rows.json").write_text("{")
+    found = page(run)
+    assert "metrics.jsonl: 2 of " in found.text and "outcome.json cannot be read" in found.text
+    assert set(found.figures) == ALL_PLOTS
+    assert found.tiles["steps"] == "200"
+
+
+def test_plan_of_another_version_is_said_and_the_rest_is_shown(run: RunDir) -> None:
+    plan = json.loads(run.plan.read_text())
+    write_json(run.plan, {**plan, "version": "9.0", "news": 1, "memory": {}})
+    found = page(run)
+    assert "This plan was written by launcher 9.0" in found.text
+    assert set(found.figures) == ALL_PLOTS
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(None, "it has no plan.json"), ('{"run_id"', "plan.json cannot be read")]
+)
+def test_folder_without_a_plan_is_refused(
+    run: RunDir, capsys: pytest.CaptureFixture[str], content: str | None, said: str
+) -> None:
+    run.plan.unlink() if content is None else run.plan.write_text(content)
+    with pytest.raises(ConfigError, match=said):
+        write_report(run)
+    assert main(["report", str(run.path)]) == 2
+    shown = capsys.readouterr().err
+    assert said in shown and "try  python -m launcher status" in shown
+    assert not run.report.exists()
+
+
+def test_resumed_run_counts_the_last_line_of_a_step(run: RunDir) -> None:
+    """Steps 1 to 200, then a resume from step 100 two hours later that reached 150."""
+    later = 7200.0
+    again = [step_line(s, loss=0.125, time=TRAINING + later + s) for s in range(101, 151)]
+    first = steps_of(run)
+    write_lines(run.metrics, [*first, eval_line(200, 0.99), *again])
+    resumed = {"time": TRAINING + later + 90, "event": "resumed", "step": 100, "path": "x"}
+    events = [json.loads(line) for line in run.events.read_text().splitlines()]
+    write_lines(run.events, [*events, {"time": START + later, "event": "phase", "phase": "reading data"}, resumed])
+    os.rename(run.plan, run.path / "plan.1.json")
+    os.rename(run.outcome, run.path / "outcome.1.json")
+    run.plan.write_text(plan_to_json(plan_of(run.path)))
+    write_outcome(run, "stopped", 130, started=stamp(START + later), ended=stamp(START + later + 300))
+    record = read_record(run)
+    assert [line["step"] for line in record.steps] == list(range(1, 151))
+    assert {line["loss"] for line in record.steps[100:]} == {0.125}
+    assert record.evals == []  # that of step 200 belongs to what was given up
+    assert record.seconds == 360 + 300
+    assert record.minutes(START + later + 60) == pytest.approx(7)  # the pause does not count
+    found = page(run)
+    assert "11 min 0 s in 2 parts (resumed)" in found.text
+    assert found.tiles["steps"] == "150"
+    assert [t["x"] for t in found.figures["loss"]["data"] if t["name"] == "resumed"] == [[100]]
+
+
+def test_report_of_one_run_in_the_terminal(run: RunDir, launch: Launch, tmp_path: Path) -> None:
+    """By `latest`, in a real process, and opened in what BROWSER names."""
+    browser = tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {tmp_path}/opened\n')
+    browser.chmod(0o755)
+    done = launch("report", "--open", env={"BROWSER": f"{browser} %s"})
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert 3 <= len(lines) <= 8
+    assert lines[0] == "good: done, exit code 0, 6 min 0 s"
+    assert "best ndcg@10 0.7700 at step 100, before training 0.4100" in done.stdout
+    assert lines[-1].strip() == "runs/good/report.html"
+    assert (tmp_path / "opened").read_text().strip() == run.report.resolve().as_uri()
+
+
+def test_comparison_shows_only_what_differs_and_marks_the_best(
+    run: RunDir, runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(runs.parent)
+    words = ("optim.lr=3e-4", "+env.set.MY_TOKEN=one", "env.set.NCCL_DEBUG=INFO")
+    other = make_run(runs / "other", *(word.removeprefix("+") for word in words))
+    plan = json.loads(other.plan.read_text())
+    plan["config"]["env"]["set"]["MY_TOKEN"] = "hidden"
+    write_json(other.plan, plan)
+    write_lines(
+        other.metrics,
+        [step_line(s, step_s=2 * STEP_S, tokens_per_s=20_000.0, queries_per_s=6.0, loss=0.1) for s in range(1, 101)],
+    )
+    assert main(["report", "good", "other"]) == 0
+    shown = capsys.readouterr().out
+    assert "compare.html" in shown and "loss at the end" in shown
+    found = Page(Path("compare.html"))
+    rows = {row[0]: row[1:] for row in found.tables["What differs"]}
+    assert rows == {
+        "key": ["good", "other"],
+        "optim.lr": ["null", "0.0003"],
+        "env.set.NCCL_DEBUG": ["–", "INFO"],
+        "env.set.MY_TOKEN": ["***", "***"],
+    }
+    assert found.best == ["12.1", "1.21 s", "0.1000", "20,000"]  # a metric that only one of them has is no contest
+    assert set(found.figures) == {"loss", "eval", "memory", "queries", "tokens"}
+    for figure in found.figures.values():
+        go.Figure(data=figure["data"], layout=figure["layout"])
+    by_time = found.figures["loss"]["switches"][1]
+    assert by_time["visible"] == [False, False, True, True]
+    assert found.figures["loss"]["data"][2]["x"][0] == pytest.approx((60 + 1.35) / 60, rel=1e-4)
+
+
+def test_comparison_replaces_its_own_pages_only(run: RunDir, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(runs / "other")
+    mine, words = runs / "mine.html", ["report", "good", "other", "--root", str(runs), "-o"]
+    mine.write_text("<html>my thesis</html>")
+    assert main([*words, str(mine)]) == 2
+    assert "is not replaced" in capsys.readouterr().err
+    assert mine.read_text() == "<html>my thesis</html>"
+    ours = runs / "ours.html"
+    assert [main([*words, str(ours)]) for _ in range(2)] == [0, 0]
+    assert main(["report", "good", "--root", str(runs), "-o", str(ours)]) == 2
+
+
+def test_sweep_compares_its_jobs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = runs / "20260101-000000-sweep"
+    for number, lr in enumerate(("1e-3", "3e-3")):
+        make_run(folder / str(number), f"optim.lr={lr}")
+    jobs = [
+        {"number": n, "folder": str(n), "differs": {"optim.lr": lr}, "status": status, "reason": reason}
+        for n, (lr, status, reason) in enumerate(
+            (("1e-3", "done", ""), ("3e-3", "done", ""), ("-1", "invalid", "lr < 0"))
+        )
+    ]
+    write_json(folder / SWEEP, {"metric": "mrr@10", "status": "done", "jobs": jobs})
+    assert main(["report", folder.name, "--root", str(runs)]) == 0
+    assert "report.html" in capsys.readouterr().out
+    found = Page(folder / "report.html")
+    assert [row[0] for row in found.tables["Results"]] == ["run", "0: optim.lr=1e-3", "1: optim.lr=3e-3"]
+    assert found.tables["Results"][0][3] == "best mrr@10" and found.tables["Results"][1][3] == "0.7200"
+    assert [row[0] for row in found.tables["What differs"]] == ["key", "optim.lr"]
+    assert "Job 2: optim.lr=-1 is not shown: invalid, lr < 0." in found.text
+    shutil.rmtree(folder / "0")
+    shutil.rmtree(folder / "1")
+    assert main(["report", folder.name, "--root", str(runs)]) == 2
+    assert "no job of this sweep has started" in capsys.readouterr().err
+
+
+def test_report_imports_little(run: RunDir) -> None:
+    """Looking at a run needs neither Hydra nor torch, and importing the plane not even plotly."""
+    code = (
+        "import sys; import launcher.reporting.verb as verb, launcher.reporting.page\n"
+        "early = {'plotly', 'jinja2', 'rich'} & set(sys.modules)\n"
+        f"verb.main([{str(run.path)!r}])\n"
+        "late = {'hydra', 'omegaconf', 'torch', 'transformers', 'pandas'} & set(sys.modules)\n"
+        "sys.exit(str(early | late) if early | late else 0)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL).returncode == 0
