@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from typing import Any
+from typing import IO, Any
 
 
 def silence(stream: Any) -> None:
@@ -19,3 +19,38 @@ def take_any_text() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+class SafeStream:
+    """A text stream whose reader may leave (a closed terminal, `| head`) without ending the supervisor."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write what can be written; once that fails, nothing more is shown."""
+        try:
+            return self._stream.write(text)
+        except OSError:
+            silence(self._stream)
+            return len(text)
+
+    def flush(self) -> None:
+        """Likewise."""
+        try:
+            self._stream.flush()
+        except OSError:
+            silence(self._stream)
+
+    def isatty(self) -> bool:
+        """Whether a person looks at it."""
+        return self._stream.isatty()
+
+    @property
+    def encoding(self) -> str:
+        """Of the stream; rich asks for it."""
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def fileno(self) -> int:
+        """Of the stream; rich asks it for the size of the terminal."""
+        return self._stream.fileno()

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from launcher.rundir import RunDir, write_json
+from launcher.rundir import COMPLETE, RunDir, write_json
 from launcher.spec import RunPlan, plan_to_json
 from tests import planning_support
 
@@ -183,6 +183,9 @@ def make_run(folder: Path, *words: str, steps: int = 200, plan: RunPlan | None =
         },
     ]
     write_lines(run.events, sorted([*PHASES, *happened], key=lambda line: line["time"]))
+    for step in (100, 200):
+        run.checkpoint(step).mkdir(parents=True)
+        (run.checkpoint(step) / COMPLETE).touch()
     write_lines(run.monitor, [monitor_line(number) for number in range(72)])
     for rank in range(2):
         write_json(
@@ -261,7 +264,8 @@ class Page(HTMLParser):
         """Keep it."""
         found = dict(attrs)
         self.elements.append((tag, found))
-        self._inside = found.get("class") or tag if tag == "span" else tag
+        if tag != "a":  # its text is that of the cell
+            self._inside = found.get("class") or tag if tag == "span" else tag
         if tag == "h3":
             self.titles.append("")
         elif tag == "tr":

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from launcher import __version__
-from launcher.__main__ import main
+from launcher.__main__ import _VERBS, main
 from launcher.planning import keys
+from launcher.planning.help import VERBS
 from launcher.resources import conf_dir
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -37,6 +38,9 @@ def test_help_fits_a_page_and_names_everything(words: str, capsys: Captured) -> 
     assert [group for group in keys.groups() if f"\n  {group} " not in shown.out] == []
     options = {name for names in keys.options([conf_dir()]).values() for name in names}
     assert [name for name in options if name not in shown.out] == []
+    assert set(VERBS) == set(_VERBS)
+    unnamed = {verb for verb in VERBS if f"  python -m launcher {verb} " not in shown.out}
+    assert unnamed == {"run", "help"}  # the one is meant when none is given, the other has just been found
 
 
 def test_version(capsys: Captured) -> None:

@@ -62,6 +62,13 @@ def test_secrets_are_masked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert "***" in shown and "INFO" in shown
 
 
+def test_values_that_no_file_can_hold_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run writes them to its folder before it starts."""
+    monkeypatch.setitem(os.environb, b"NCCL_DEBUG", b"a\nb\x1b[2J\xff")
+    assert describe_environment()["NCCL_DEBUG"] == "a\\nb\\x1b[2J\\udcff"
+    json.dumps(describe_environment(), ensure_ascii=False).encode()
+
+
 def test_an_address_with_a_password_is_a_secret() -> None:
     assert is_secret("MLFLOW_TRACKING_URI", "postgresql://me:hunter2@db/mlflow")
     assert not is_secret("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000/a@b:c")

@@ -66,7 +66,7 @@ def test_bad_rows_are_skipped_and_counted(rows: Path, tmp_path: Path, capsys: py
     out, err = capsys.readouterr()
     assert err == ""
     assert out.splitlines()[0] == (
-        "train 4 rows, 8 documents, 1 distinct images, 4 repeated documents dropped, "
+        "train   4 rows, 8 documents, 1 distinct image, 4 repeated documents dropped, "
         "4 bad rows (2 unreadable image, 1 no negatives, 1 not JSON)"
     )
     assert [group.id for group in usable_groups(plan, "train")] == [f"good{i}" for i in range(4)]
@@ -89,8 +89,8 @@ def test_lengths_leave_out_what_the_data_check_left_out(
     assert err == ""
     assert "4 bad rows (2 unreadable image, 1 no negatives, 1 not JSON)" in out.splitlines()[0]
     assert out.splitlines()[2:] == [
-        "      1 documents cut at their end to fit dataset.max_length=100",
-        "      1 rows are too long: long",
+        "        1 document cut to fit dataset.max_length=100",
+        "        1 row too long: long",
     ]
 
 
@@ -129,6 +129,6 @@ def test_digits_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     plan: Any = Plan(tmp_path, name="digits", format="digits")
     assert main(plan) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "train 6,400 rows, 51,200 documents, 1,352 distinct images",
-        "eval  256 rows, 2,048 documents, 444 distinct images",
+        "train   6,400 rows, 51,200 documents, 1,352 distinct images",
+        "eval    256 rows, 2,048 documents, 444 distinct images",
     ]

@@ -257,6 +257,13 @@ def test_problems_of_all_kinds_are_told_together() -> None:
         (("gpus=17",), {}, "17 ranks share batch.global_size=16 queries"),
         (("model=tiny", *JSONL[:2]), {}, "nothing is evaluated, because dataset.eval names no file"),
         (("model=qwen3_vl_32b", "gpus=2"), {}, "GiB a rank are needed"),
+        (("profile=torch", "profile.steps=1000", "train.max_steps=2000"), {}, "every operator of 1000 steps in memory"),
+        (("profile=torch", "profile.first_step=99"), {}, "the evaluation after step 100, which takes memory"),
+        (
+            ("profile=nsys", "eval.every_steps=2"),
+            {"gpus": gpus(1)},
+            "files large: profile.first_step=11 profile.steps=2",
+        ),
         (
             (),
             {"hostfile": TextFile(path="h", text="desk slots=1\n"), "gpus": gpus(1), "visible_devices": "0"},

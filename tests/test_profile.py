@@ -98,6 +98,29 @@ def test_steps_that_never_come_are_told(done: int, total: int, tmp_path: Path) -
     assert not run.profile.exists()
 
 
+class Alone(Rank):
+    """The only rank, without a process group."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+def test_a_profile_that_cannot_be_written_does_not_end_training(tmp_path: Path) -> None:
+    run, rank = RunDir(tmp_path), Alone(0, 1, torch.device("cpu"), None)
+    run.ranks.mkdir()
+    run.profile.touch()  # a file where the folder should be
+    log = MetricLog(run, 0, RankStatus(run.rank(0), 0, "localhost"))
+    options = ProfileConfig(name="torch", first_step=1, steps=1)
+    profile = make_profile(options, run, rank, None, Stopwatch(rank.device), log)
+    profile.choose(0, 2)
+    for step in (1, 2):
+        profile.begin_step(step)
+        profile.end_step(step)
+    profile.close()
+    (event,) = (json.loads(line) for line in run.events.read_text().splitlines())
+    assert "profile=torch wrote nothing of rank 0: FileExistsError" in event["text"]
+
+
 def test_numbers_over_ranks() -> None:
     rows = [(0.1, 1.0, 2.0, 0.5, 100, 3.0, 4.0), (0.3, 2.0, 4.0, 0.5, 50, 5.0, 6.0)]
     fields = over_ranks(rows)

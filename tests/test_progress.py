@@ -137,7 +137,7 @@ def test_block_says_what_matters() -> None:
     now = time.time()
     wide = "\n".join(line.plain for line in compose(snapshot_of(4, now), columns=139, rows=30, now=now))
     for part in (
-        "40%  20/50  epoch 1.50  0:01:40  0:00:30 left",
+        "40%  20/50  epoch 1.50  0:01:40 elapsed  0:00:30 left",
         "0.5 s/step",
         "min 0.0500  last 0.0500",
         "last eval, step 20: ndcg@10 0.5000  mrr@10 0.4000  best, step 10: ndcg@10 0.6000",
@@ -255,6 +255,15 @@ def test_block_is_drawn_anew_only_when_it_has_changed(terminal: Terminal, monkey
     terminal.display.show(snapshot)
     assert folded > rows
     assert terminal.written().startswith(f"\r\x1b[{folded}A")
+
+
+@pytest.mark.parametrize("kind", ["", "dumb"])
+def test_terminal_that_cannot_redraw_gets_lines(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", kind)
+    reader, writer = os.openpty()
+    with os.fdopen(writer, "w") as out:
+        assert isinstance(make_display(out), PlainDisplay)
+    os.close(reader)
 
 
 def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:

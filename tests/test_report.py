@@ -20,7 +20,7 @@ from launcher.__main__ import main
 from launcher.errors import ConfigError
 from launcher.reporting.chart import smooth, thin
 from launcher.reporting.page import write_report
-from launcher.reporting.record import read_record
+from launcher.reporting.record import number, read_record
 from launcher.rundir import SWEEP, RunDir, write_json
 from launcher.running.supervisor import write_supervisor
 from launcher.spec import plan_to_json
@@ -73,7 +73,43 @@ def test_every_plot_is_drawn_and_is_one_that_plotly_knows(run: RunDir) -> None:
         assert all(len(trace["x"]) for trace in figure["data"])
     assert [switch["label"] for switch in found.figures["loss"]["switches"]] == ["linear", "log"]
     marks = {trace["name"]: trace["x"] for trace in found.figures["loss"]["data"] if trace["mode"] == "markers"}
-    assert marks == {"checkpoint": [100, 200], "warning": [40]}
+    assert marks == {"kept checkpoint": [100, 200], "warning": [40]}
+    shutil.rmtree(run.checkpoint(100))
+    marks = {trace["name"]: trace["x"] for trace in page(run).figures["loss"]["data"]}
+    assert marks["kept checkpoint"] == [200]
+
+
+def test_gradients_are_clipped_where_the_line_is_drawn(run: RunDir) -> None:
+    def clipped(limit: float) -> list[Any]:
+        plan = json.loads(run.plan.read_text())
+        plan["config"]["optim"]["max_grad_norm"] = limit
+        write_json(run.plan, plan)
+        return [trace["y"] for trace in page(run).figures["rate"]["data"] if trace["name"] == "clipped at"]
+
+    assert clipped(1.0) == [[1, 1]]  # norms go from 2 to 4
+    assert "Dashed: clipped at 1." in page(run).text
+    assert clipped(0.1) == clipped(100.0) == []
+
+
+def test_head_tells_how_long_and_warnings_stand_above_the_plots(run: RunDir) -> None:
+    found = page(run)
+    assert "16 queries a step, 200 steps, seed 42" in found.text
+    order = ["Key numbers", "Warnings", "3 documents of the train data lose their end", "Plots", "Plan against reality"]
+    places = [found.text.index(text) for text in order]
+    assert places == sorted(places)
+    plan = json.loads(run.plan.read_text())
+    plan["config"]["train"]["max_steps"] = None
+    write_json(run.plan, plan)
+    assert "16 queries a step, epochs 3, seed 42" in page(run).text
+
+
+def test_memory_of_a_run_on_a_cpu_was_not_measured(run: RunDir) -> None:
+    write_json(run.plan, {**json.loads(run.plan.read_text()), "device": "cpu"})
+    run.monitor.unlink()
+    lines = [{k: v for k, v in step_line(s).items() if "memory" not in k and k != "ranks"} for s in range(1, 9)]
+    write_lines(run.metrics, lines)
+    rows = {row[0]: row for row in page(run).tables["Plan against reality"]}
+    assert rows["memory of one rank, estimated"][2:] == ["not measured on a CPU", "–"]
 
 
 def test_page_needs_no_network_and_runs_only_its_own_scripts(run: RunDir) -> None:
@@ -119,7 +155,7 @@ def test_key_numbers_are_those_of_the_files(run: RunDir) -> None:
     assert tiles["step time"] == f"{statistics.median(line['step_s'] for line in steady):.3g} s"
     assert tiles["waiting for data"] == f"{100 * 0.06 * len(steady) / time:.1f} %"
     assert tiles["best ndcg@10"] == "0.7700" and tiles["ndcg@10 at the end"] == "0.7400"
-    assert tiles["loss at the end"] == f"{statistics.fmean(line['loss'] for line in steady[-20:]):.4f}"
+    assert tiles["loss, last tenth"] == f"{statistics.fmean(line['loss'] for line in steady[-20:]):.4f}"
     assert tiles["peak GPU memory"] == "42.0 GiB"
     assert tiles["GPU use"] == "85.0 %"  # 90 and 80 while it trained, nothing before
     assert tiles["steps"] == "200"
@@ -139,9 +175,88 @@ def test_plan_against_reality_is_right(run: RunDir) -> None:
     assert rows["steps an epoch"] == ["63", "62.5", f"{62.5 / 63:.2f}"]  # 1,000 rows, 16 a step
     assert rows["queries a step, mean"] == ["16", "16", "1.00"]
     assert rows["micro-batches a rank and step, mean"][1] == "2"
-    # 12,400 and 11,600 tokens in two micro-batches each
-    assert rows["tokens of a micro-batch, mean"] == [f"{limit:,}", "6,000", f"{6000 / limit:.2f}"]
-    assert rows["tokens of a micro-batch, fullest step and rank"] == [f"{limit:,}", "6,200", f"{6200 / limit:.2f}"]
+    most = [f"at most {limit:,}"]  # 12,400 and 11,600 tokens in two micro-batches each
+    assert rows["tokens of a micro-batch, mean"] == [*most, "6,000", f"{600000 / limit:.1f} % of the limit"]
+    assert rows["tokens of a micro-batch, fullest step and rank"] == [
+        *most,
+        "6,200",
+        f"{620000 / limit:.1f} % of the limit",
+    ]
+
+
+def test_plan_at_the_tokens_seen_scales_what_grows_with_them(run: RunDir) -> None:
+    plan = json.loads(run.plan.read_text())
+    gib = {"frozen weights": 9, "gradients": 1, "activations": 40, "vision": 8, "context": 2}
+    plan["memory"] = {name: value * 2**30 for name, value in gib.items()}
+    plan["batch"]["max_tokens"] = 12_400  # rank 0 held 12,400 tokens in two micro-batches
+    write_json(run.plan, plan)
+    found = page(run)
+    rows = {row[0]: row[1:] for row in found.tables["Plan against reality"]}
+    assert rows["peak allocated against the plan at the tokens seen"] == ["34.0 GiB", "42.0 GiB", "1.24"]  # 10 + 48/2
+    levels = {line["name"]: line["y"] for line in found.figures["memory"]["data"] if line["line"]["dash"] != "solid"}
+    assert levels == {"planned": [58, 58], "at the tokens seen": [34, 34]}
+    del plan["batch"]["max_tokens"]
+    write_json(run.plan, plan)
+    found = page(run)
+    assert len(found.tables["Plan against reality"]) == len(rows) - 1
+    assert "at the tokens seen" not in [line["name"] for line in found.figures["memory"]["data"]]
+
+
+def axes(found: Page) -> list[tuple[str, dict[str, Any]]]:
+    layouts = ((name, figure["layout"]) for name, figure in found.figures.items())
+    return [(name, axis) for name, layout in layouts for key, axis in layout.items() if key[1:].startswith("axis")]
+
+
+def test_axes_have_plain_numbers_and_units_that_suit_them(run: RunDir) -> None:
+    tiny = {"data_wait_s": 6e-5, "step_s": 0.05, "loss": 1e-7, "grad_norm": 2.0, "tokens_per_s": 4e6}
+    ranks = {"data_wait_s": [6e-5, 5e-5], "forward_s": [0.02, 0.02]}
+    write_lines(run.metrics, [step_line(step, **tiny, ranks=ranks) for step in range(1, 5)])
+    found = page(run)
+    for name, axis in axes(found):
+        if axis.get("type") != "category":
+            assert axis["tickformat"] in ("", "~g", "~e") and axis["exponentformat"] == "power", name  # no k, m, µ, M
+    titles = {name: [note["text"] for note in f["layout"]["annotations"]] for name, f in found.figures.items()}
+    assert titles["ranks"] == ["forward, ms", "waiting for data, µs"]
+    assert found.figures["ranks"]["data"][1]["median"] == [60, 50]
+    assert titles["rate"][1] == "gradient norm before clipping"  # a constant on a logarithmic axis shows nothing
+    assert max(found.figures["shares"]["data"][-1]["y"]) == pytest.approx(100 * 6e-5 / 0.98006, rel=1e-4)  # per cent
+    assert found.figures["spread"]["layout"]["xaxis"]["title"]["text"] == "time of a step, ms"
+    assert found.figures["spread"]["data"][0]["x"][0] == pytest.approx(50, rel=0.02)
+    assert found.figures["spread"]["layout"]["yaxis"]["dtick"] == 1  # no half steps
+    assert found.figures["loss"]["layout"]["xaxis"]["dtick"] == 1
+    log = found.figures["loss"]["switches"][1]["layout"]["yaxis.tickvals"]
+    assert log[0] <= 1e-7 <= log[-1]
+
+
+def test_what_is_not_there_is_said_in_one_place(run: RunDir) -> None:
+    write_lines(run.metrics, steps_of(run))
+    write_lines(run.monitor, [{**line, "gpus": line["gpus"][:1]} for line in map(monitor_line, range(72))])
+    write_json(run.path / "bad_rows.json", [])
+    write_lines(run.events, phases(("reading data", 10), ("training", 60), ("ended", 355)))
+    write_json(run.plan, {**json.loads(run.plan.read_text()), "warnings": []})
+    found = page(run)
+    assert {"Evaluations", "Profiles", "Warnings"} & set(found.titles) == set()
+    absent = found.text[found.text.index("Without data") :]
+    for said in ("Evaluation metrics: No", "Profiles: Nothing", "Warnings: none.", "Rows that were dropped: none."):
+        assert said in absent
+    heads = [note["text"] for note in found.figures["gpus"]["layout"]["annotations"]]
+    assert "temperature, °C" in heads and not any("held back" in head for head in heads)  # GPU 0 never is
+    assert "None was ever held back" in found.text
+    charts = [str(attrs["class"]) for _, attrs in found.elements if str(attrs.get("class")).split()[0] == "chart"]
+    assert charts.count("chart") % 2 == 0 and charts.count("chart wide") >= 3
+
+
+def test_versions_stand_in_two_columns_and_long_values_are_cut(run: RunDir) -> None:
+    long = "cuda>=13.0 " + "brand=unknown,driver<536 " * 40
+    named = {"NVIDIA_REQUIRE_CUDA": long, "python": "3.11.9", "TORCH_LOGS": 'a"b' + "x" * 200}
+    write_json(run.environment, {**named, **{f"package {n}": "1" for n in range(9)}})
+    found = page(run)
+    rows = found.tables["Versions and machine"]
+    assert [row[0] for row in rows][:2] == ["python", "TORCH_LOGS"] and rows[-1][0] == "NVIDIA_REQUIRE_CUDA"
+    assert len(rows) == 12 and rows[-1][1] == long[:79] + "…"
+    assert [attrs["title"] for _, attrs in found.elements if "title" in attrs] == ['a"b' + "x" * 200, long]
+    tables = [tag for tag, _ in found.elements if tag in ("h3", "table")]
+    assert "table,table" in ",".join(tables)
 
 
 def test_time_is_told_apart_by_phase_and_by_part_of_a_step(run: RunDir) -> None:
@@ -321,6 +436,8 @@ def test_report_of_one_run_in_the_terminal(run: RunDir, launch: Launch, tmp_path
     browser = tmp_path / "browser"
     browser.write_text(f'#!/bin/sh\necho "$1" > {tmp_path}/opened\n')
     browser.chmod(0o755)
+    none = {"BROWSER": "false %s", "PATH": str(tmp_path), "DISPLAY": "", "WAYLAND_DISPLAY": ""}
+    assert "no browser was found here" in launch("report", "--open", env=none).stdout
     done = launch("report", "--open", env={"BROWSER": f"{browser} %s"})
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -346,7 +463,7 @@ def test_comparison_shows_only_what_differs_and_marks_the_best(
     )
     assert main(["report", "good", "other"]) == 0
     shown = capsys.readouterr().out
-    assert "compare.html" in shown and "loss at the end" in shown
+    assert "compare.html" in shown and "loss, last tenth" in shown
     found = Page(Path("compare.html"))
     rows = {row[0]: row[1:] for row in found.tables["What differs"]}
     assert rows == {
@@ -361,6 +478,8 @@ def test_comparison_shows_only_what_differs_and_marks_the_best(
         go.Figure(data=figure["data"], layout=figure["layout"])
     by_time = found.figures["loss"]["switches"][1]
     assert by_time["visible"] == [False, False, True, True]
+    assert by_time["layout"]["xaxis.tickmode"] == "auto" and "dtick" not in found.figures["loss"]["layout"]["xaxis"]
+    assert found.figures["eval"]["layout"]["xaxis"].get("dtick") is None  # steps 0 to 200
     assert found.figures["loss"]["data"][2]["x"][0] == pytest.approx((60 + 1.35) / 60, rel=1e-4)
 
 
@@ -378,26 +497,42 @@ def test_comparison_replaces_its_own_pages_only(run: RunDir, runs: Path, capsys:
 
 def test_sweep_compares_its_jobs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = runs / "20260101-000000-sweep"
-    for number, lr in enumerate(("1e-3", "3e-3")):
-        make_run(folder / str(number), f"optim.lr={lr}")
+    for place, lr in enumerate(("1e-3", "1e-2")):
+        make_run(folder / str(place), f"optim.lr={lr}")
+    better = RunDir(folder / "1")
+    write_lines(better.metrics, [*steps_of(better), eval_line(200, 0.95)])
     jobs = [
         {"number": n, "folder": str(n), "differs": {"optim.lr": lr}, "status": status, "reason": reason}
         for n, (lr, status, reason) in enumerate(
-            (("1e-3", "done", ""), ("3e-3", "done", ""), ("-1", "invalid", "lr < 0"))
+            (("1e-3", "done", ""), ("1e-2", "done", ""), ("-1", "invalid", "lr < 0"))
         )
     ]
     write_json(folder / SWEEP, {"metric": "mrr@10", "status": "done", "jobs": jobs})
+    assert "20260101-000000-sweep/1 done" in page(better).text
     assert main(["report", folder.name, "--root", str(runs)]) == 0
     assert "report.html" in capsys.readouterr().out
     found = Page(folder / "report.html")
-    assert [row[0] for row in found.tables["Results"]] == ["run", "0: optim.lr=1e-3", "1: optim.lr=3e-3"]
-    assert found.tables["Results"][0][3] == "best mrr@10" and found.tables["Results"][1][3] == "0.7200"
+    assert [row[0] for row in found.tables["Results"]] == ["run", "1: optim.lr=1e-2", "0: optim.lr=1e-3"]
+    assert [row[3] for row in found.tables["Results"]] == ["best mrr@10", "0.9000", "0.7200"]  # the best first
+    assert [attrs["href"] for tag, attrs in found.elements if tag == "a"] == ["1/report.html"]  # 0 has no page yet
+    swept = found.figures["swept"]
+    assert [(trace["x"], trace["y"]) for trace in swept["data"]] == [([0.001, 0.01], [0.72, 0.9])]
+    assert swept["layout"]["xaxis"]["type"] == "log"
+    go.Figure(data=swept["data"], layout=swept["layout"])
     assert [row[0] for row in found.tables["What differs"]] == ["key", "optim.lr"]
     assert "Job 2: optim.lr=-1 is not shown: invalid, lr < 0." in found.text
+    for job, lr in zip(jobs, ("a", "b", "c"), strict=True):
+        job["differs"] = {"optim.lr": lr}
+    write_json(folder / SWEEP, {"metric": "mrr@10", "status": "done", "jobs": jobs})
+    assert main(["report", folder.name, "--root", str(runs)]) == 0
+    assert "swept" not in Page(folder / "report.html").figures  # words have no place on an axis
     shutil.rmtree(folder / "0")
     shutil.rmtree(folder / "1")
     assert main(["report", folder.name, "--root", str(runs)]) == 2
     assert "no job of this sweep has started" in capsys.readouterr().err
+    write_json(folder / SWEEP, {"jobs": [{"number": 0}]})
+    assert main(["report", folder.name, "--root", str(runs)]) == 2
+    assert "sweep.json is damaged" in capsys.readouterr().err
 
 
 def test_report_imports_little(run: RunDir) -> None:
@@ -410,3 +545,10 @@ def test_report_imports_little(run: RunDir) -> None:
         "sys.exit(str(early | late) if early | late else 0)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(2, 2.0), (0.5, 0.5), (True, None), ("2", None), (None, None), (10**400, None)]
+)
+def test_a_number_is_one_that_can_be_drawn(value: object, expected: float | None) -> None:
+    assert number(value) == expected

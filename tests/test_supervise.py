@@ -155,6 +155,37 @@ def test_killed_supervisor_leaves_nobody(runs: Path) -> None:
         assert json.loads(run.dir.rank(0).read_text())["state"] == "stopped"  # they saved
 
 
+def test_lines_that_are_none_do_not_end_a_run(runs: Path) -> None:
+    with running(runs, stand_in()) as run:
+        run.training()
+        with open(run.dir.metrics, "a") as file:
+            file.write('{"kind": "step"}\n{"kind": "eval", "step": [1], "eval/x": "y"}\n{"kind": "eval", "step": 1}\n[')
+        with open(run.dir.events, "a") as file:
+            file.write('{"event": "checkpoint", "path": ""}\n{"event": []}\n{"event": "resumed", "step": "x"}\n')
+        time.sleep(1.0)
+        assert run.process.poll() is None
+        run.process.send_signal(signal.SIGTERM)
+        code, text, outcome = run.end()
+    assert (code, outcome["status"]) == (143, "stopped")
+    assert text.count("not all can be shown") == 1
+
+
+def test_report_that_cannot_be_written_changes_nothing(runs: Path) -> None:
+    with running(runs, stand_in("steps=5")) as run:
+        run.dir.report.mkdir()
+        code, text, outcome = run.end()
+    assert (code, outcome["status"]) == (0, "done")
+    assert "no report: internal error: IsADirectoryError" in text
+
+
+def test_a_signal_without_a_name_is_told(runs: Path) -> None:
+    with running(runs, stand_in()) as run:
+        os.kill(run.training()[1], 40)
+        code, text, outcome = run.end()
+    assert (code, outcome["failures"][0]["signal_name"]) == (4, "signal 40")
+    assert "rank 1 on localhost died of signal 40\n" in text
+
+
 def test_lost_agent_is_told_and_leaves_nobody(runs: Path) -> None:
     with running(runs, stand_in("1:helper")) as run:
         run.training()

@@ -206,7 +206,8 @@ def test_every_job_runs_whatever_became_of_the_others(capfd: pytest.CaptureFixtu
     assert (data["status"], data["exit_code"], data["metric"]) == ("failed", 4, "ndcg@10")
     shown = capfd.readouterr().out
     assert shown.count("deed ") == 5  # what jobs print arrives
-    assert "job 4  env.set.DEED=done  done  ndcg@10 0.5000  loss 2.0000  200 tokens/s  2.0 queries/s  2.0 GiB" in shown
+    assert "job 4  env.set.DEED=done  done  ndcg@10 0.5000  loss 2.0000 (last tenth)  200 tokens/s  2.0" in shown
+    assert "  best    runs/s/4   (ndcg@10 0.5000)\n" in shown
     assert "exit code 0, but it left no outcome" in shown
     assert "1 processes of this job outlive it" in shown and "they are killed" in shown
     orphan = int(Path("runs/s/3/orphan").read_text())
@@ -235,6 +236,8 @@ def test_words_and_environment_of_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["env.set.DEED=2,done"], 2, ["failed", "done"]),  # the common exit code of those that failed
         (["env.set.DEED=3,4"], 4, ["failed", "failed"]),
+        (["env.set.DEED=odd,done"], 4, ["failed", "done"]),  # numbers that cannot be added up
+        (["env.set.DEED=signal40,done"], 4, ["failed", "done"]),  # a signal without a name
         (["env.set.DEED=3,done", "sweep.fail_fast=true"], 3, ["failed", "not started"]),
         (["train.seed=-1,1", "sweep.skip_invalid=true"], 2, ["invalid", "done"]),
     ],
@@ -340,8 +343,8 @@ def test_a_sweep_is_shown_followed_and_stopped_like_a_run(
     one.ready(1)
     assert main(["status"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["s", "running", "1/3", "jobs", "-"] in rows
-    assert ["s/0", "done", "1/1", "1.0000"] in rows
+    assert ["s", "running", "1/3", "jobs", "-", "-"] in rows
+    assert ["s/0", "done", "1/1", "1.0000", "-"] in rows
     assert main(["status", "s"]) == 0
     shown = capsys.readouterr().out
     assert f"running, 1 of 3 jobs over, led by process {one.process.pid}" in shown
@@ -378,7 +381,8 @@ def test_the_table_is_sorted_by_its_metric(tmp_path: Path) -> None:
     for metric, order in (("loss", "3012"), ("tokens_per_s", "0312"), ("mrr@10", "0132")):
         table = result_table({"metric": metric, "jobs": jobs}, RunDir(tmp_path))
         assert "".join(row.split()[0] for row in table[1:]) == order
-    assert table[0].split() == ["job", "optim.lr", "status", "mrr@10", "loss", "tokens/s", "queries/s", "GiB", "time"]
+    head = "job  optim.lr  status  mrr@10  loss, last tenth  tokens/s  queries/s  GiB  time"
+    assert " ".join(table[0].split()) == " ".join(head.split())
     assert table[1].split() == ["0", "1e-0", "done", "-", "2.0000", "10", "-", "-", "1:01:01"]
 
 

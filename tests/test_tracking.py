@@ -216,6 +216,19 @@ def test_tracker_that_hangs_does_not_hold_the_end_up(run: RunDir, monkeypatch: p
     assert all(process.returncode is not None for process in tracking._processes.values())
 
 
+def test_nobody_in_a_hurry_waits_for_a_tracker(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned(run, "mlflow")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.getsockname()[1]}")
+        tracking = Tracking.start(run)
+        server.accept()
+        ended(run)
+        began = time.monotonic()
+        said = tracking.finish(lambda: True)
+    assert time.monotonic() - began < 5
+    assert any(sentence.startswith("mlflow: not all was sent within 0 s; ") for sentence in said)
+
+
 def test_what_a_tracker_does_not_take_comes_again(run: RunDir) -> None:
     class Refusing:
         id, where, deaf = None, None, True

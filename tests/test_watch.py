@@ -13,7 +13,7 @@ import pytest
 
 from launcher.__main__ import main
 from launcher.errors import ConfigError
-from launcher.rundir import RunDir
+from launcher.rundir import RunDir, complete_checkpoints
 from launcher.running.agent import find_run
 from launcher.running.state import find_folder, find_state, list_runs
 from tests.running_support import Run, running, stand_in, wait_until
@@ -88,6 +88,37 @@ def test_pid_of_another_process_is_not_the_supervisor(folder: Path) -> None:
     file.write_text(json.dumps(supervisor))
     assert find_state(run.dir).name == "lost"
     assert main(["stop", str(folder)]) == 0  # and this process lives on
+
+
+def test_ended_run_says_what_it_left_and_how_to_go_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with running(folder, stand_in()) as run:
+        run.training()
+        run.dir.report.write_text("")
+        assert watch(run, "stop", "first") == 0
+        stopped = capsys.readouterr().out.splitlines()
+    resume = f"resume  python -m launcher resume {folder}   (from {complete_checkpoints(run.dir)[-1].name})"
+    assert stopped[-1] == resume
+    assert watch(run, "status", "first") == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [f"report  {run.dir.report}", resume]
+    assert watch(run, "logs", "first", "--errors") == 0
+    assert capsys.readouterr() == ("", f"no line in {run.dir.logs} tells of an error\n")
+    outcome = json.loads(run.dir.outcome.read_text())
+    run.dir.outcome.write_text(json.dumps({**outcome, "status": "done"}))
+    assert watch(run, "status", "first") == 0
+    assert "resume  " not in capsys.readouterr().out  # nothing is left to train
+
+
+def test_table_shows_the_score_that_decides(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "plan.json").write_text(json.dumps({"config": {"eval": {"metric": "mrr@10"}}}))
+    scores = [{"kind": "eval", "step": step, "eval/ndcg@10": 0.9, "eval/mrr@10": step / 10} for step in (0, 5)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in scores))
+    assert main(["status", "--root", str(folder.parent)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["first", "lost", "-", "-", "mrr@10", "0.5000"]
+
+
+def test_stop_never_guesses_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stop", "--root", str(folder.parent)]) == 2
+    assert "python -m launcher stop RUN" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

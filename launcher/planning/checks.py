@@ -113,6 +113,7 @@ RULES: dict[str, Rule] = {
     "optim.min_lr_ratio": _from(0, 1),
     "batch.global_size": _COUNT,
     "batch.max_tokens": Rule("a whole number of 1 or more, or auto", lambda v: v == "auto" or _is_count(v), ("auto",)),
+    "zero.file": Rule("the name of a file in ds_configs/ (zero.config takes a file of your own)", _is_folder_name),
     "precision.name": _one_of("auto", "bf16", "fp32"),
     "attention.name": _one_of("auto", "flash_attention_3", "flash_attention_2", "varlen", "sdpa"),
     "memory.gradient_checkpointing": Rule(

@@ -9,6 +9,7 @@ from launcher.families import LORA_PARTS
 from launcher.planning.facts import Facts
 from launcher.spec import MISSING, RunConfig, TuneConfig
 
+MANY_STEPS = 10  # 30 steps of the tiny model made 18 MB, packed, and two minutes of writing on a busy CPU
 TASK_LOSSES = {"rerank": ("pointwise", "listwise")}
 
 
@@ -52,7 +53,7 @@ def oddities(config: RunConfig, facts: Facts, world_size: int) -> Iterator[str]:
     tune = config.tune
     if config.model.weights == "random" and not tune.language == tune.vision == tune.projector == "full":
         yield (
-            "the frozen parts keep their random weights, which teaches nothing but how fast it is: "
+            "the frozen parts keep their random weights, so that only the speed of this run means anything: "
             "tune=full tune.vision=full trains all of them"
         )
     if facts.train_rows is not None and facts.train_rows < config.batch.global_size:
@@ -65,8 +66,28 @@ def oddities(config: RunConfig, facts: Facts, world_size: int) -> Iterator[str]:
             f"{world_size} ranks share batch.global_size={config.batch.global_size} queries: "
             f"some compute nothing in a step (batch.global_size={2 * world_size} keeps all busy)"
         )
+    yield from _much_recorded(config)
     if data.name != "digits" and data.eval is None and config.eval.every_steps is not None:
         yield "nothing is evaluated, because dataset.eval names no file: the last checkpoint counts as the best"
+
+
+def _much_recorded(config: RunConfig) -> Iterator[str]:
+    """More than a look at some steps: many of them, or an evaluation with its thousands of forward passes."""
+    profile, every = config.profile, config.eval.every_steps
+    if profile.name == "torch" and profile.steps > MANY_STEPS:
+        yield (
+            f"profile=torch keeps every operator of {profile.steps} steps in memory until the last, and then takes "
+            f"minutes to write them: profile.steps={MANY_STEPS} or fewer"
+        )
+    if profile.name not in ("torch", "nsys") or every is None:
+        return
+    step = -(-profile.first_step // every) * every  # the first evaluation that is not over when recording begins
+    if step < profile.first_step + profile.steps - 1:
+        other = f"profile.first_step={step + 1}" + (f" profile.steps={every}" if profile.steps > every else "")
+        yield (
+            f"profile={profile.name} also records the evaluation after step {step}, which takes memory and makes the "
+            f"files large: {other}"
+        )
 
 
 def uses_lora(tune: TuneConfig) -> bool:

@@ -18,6 +18,7 @@ FILES = (
     ("plan.json, config.yaml, overrides.txt", "what was planned and what was typed"),
     ("ds_config.json, hostfile, env.txt, command.sh", "the same run without the launcher"),
     ("logs/HOST.RANK.log, metrics.jsonl, events.jsonl", "what happens"),
+    ("report.html, monitor.jsonl, tensorboard/", "the run on one page, its machines, its curves"),
     ("checkpoints/step-NNNNNN/", "to resume from; whole when COMPLETE is in it"),
     ("export/", "the finished model, as a Hugging Face folder"),
     ("outcome.json", "how it ended"),
@@ -219,7 +220,7 @@ def _number(value: int | None) -> str:
 
 
 def _measured(micro_steps: int | None) -> str:
-    return "not measured" if micro_steps is None else f"about {micro_steps}"
+    return "not measured: run check data" if micro_steps is None else f"about {micro_steps}"
 
 
 def _gib(size: int) -> str:

@@ -7,7 +7,8 @@ Each entry is `OURS` or `OURS | a remark`. In OURS a `{}` takes the value that w
 from __future__ import annotations
 
 _STEP = (
-    "batch.global_size={} | batch.global_size counts the queries of an optimizer step: per device x accumulation x GPUs"
+    "batch.global_size=VALUE | "
+    "batch.global_size counts the queries of an optimizer step: per device x accumulation x GPUs"
 )
 
 HABITS: dict[str, str] = {
@@ -31,7 +32,7 @@ HABITS: dict[str, str] = {
     "per_device_train_batch_size": _STEP,
     "train_micro_batch_size_per_gpu": _STEP,
     "micro_batch_size": _STEP,
-    "gradient_accumulation_steps": _STEP.replace("{}", "VALUE"),
+    "gradient_accumulation_steps": _STEP,
     "train_batch_size": "batch.global_size={}",
     "batch_size": "batch.global_size={}",
     "per_device_eval_batch_size": "batch.max_tokens=auto | micro-batches are filled by tokens, in evaluation too",

@@ -9,7 +9,7 @@ from pathlib import Path
 from launcher.errors import ConfigError, Problem
 from launcher.planning import keys
 
-VERBS = ("run", "plan", "config", "check", "status", "logs", "stop", "resume", "report", "help")
+VERBS = ("run", "plan", "config", "check", "status", "logs", "stop", "resume", "report", "env", "help")
 
 HELP = """\
 Fine-tune a Qwen-VL model with DeepSpeed, from one command.
@@ -23,7 +23,8 @@ Fine-tune a Qwen-VL model with DeepSpeed, from one command.
   python -m launcher logs RUN          what its ranks printed; -f follows, --errors, --rank N
   python -m launcher stop RUN          finish the step, save, end
   python -m launcher resume RUN ...    go on from its last checkpoint
-  python -m launcher report [RUN ...]  report.html: plots and tables of a run; of several, beside each other
+  python -m launcher report [RUN ...]  report.html: plots and tables of a run; of several compare.html; --open
+  python -m launcher env               versions and machine, for a bug report
 
 Examples
   python -m launcher                                          a small demo on handwritten digits, minutes on a CPU
@@ -42,6 +43,7 @@ Often typed
   run.dir=FOLDER  run.name=NAME      where the run lives; an existing folder is never overwritten
   resume=RUN                         a run folder or one of its checkpoints
   env.set.NCCL_DEBUG=INFO            a variable of every rank
+  'logging.trackers=[wandb]'         metrics to wandb, mlflow or swanlab too; profile=torch looks at a few steps
   --config-dir FOLDER                options of your own, laid out like conf/
 
 Values: null is nothing, [a,b] a list; text with a comma is typed 'key="a, b"'. In zsh, quote words with [ ].

@@ -21,7 +21,7 @@ from launcher.fingerprint import fingerprint, misfits
 from launcher.planning.command import with_port
 from launcher.planning.consistency import contradictions, oddities, profile_problems, uses_lora
 from launcher.planning.environ import rank_environment
-from launcher.planning.facts import Facts
+from launcher.planning.facts import Facts, TextFile
 from launcher.planning.memory import MemoryPlan, disk_bytes, plan_memory
 from launcher.planning.models import (
     Shape,
@@ -107,11 +107,12 @@ def _decide(config: RunConfig, facts: Facts, problems: _Problems) -> _Decided | 
         problems.found.extend(check_targets(shape, config.tune))
     precision = problems.attempt(choose_precision, config, placement) if placement else None
     env = problems.attempt(rank_environment, config, facts, placement) if placement else None
-    if arch is None or shape is None or placement is None or precision is None or env is None:
+    file = facts.zero_file  # when it is missing, that is a problem already
+    if arch is None or shape is None or placement is None or precision is None or env is None or file is None:
         return None
     world, lr = placement.world_size, learning_rate(config)
     settings = Settings(world_size=world, precision=precision[0], lr=lr, config=config)
-    zero = problems.attempt(_deepspeed, facts, settings, shape)
+    zero = problems.attempt(_deepspeed, file, facts.zero_config, settings, shape)
     if zero is None:
         return None
     sizes = {"device": placement.device, "world": world, "memory_bytes": placement.memory_bytes}
@@ -250,13 +251,14 @@ def run_folder(config: RunConfig, facts: Facts, now: datetime) -> str:
     return str(Path(facts.run_root) / (name if number == 1 else f"{name}-{number}"))
 
 
-def _deepspeed(facts: Facts, settings: Settings, shape: Shape) -> tuple[dict[str, Any], list[str]]:
-    assert facts.zero_file is not None, "gather_facts notes a missing file as a problem"
+def _deepspeed(
+    file: TextFile, own: TextFile | None, settings: Settings, shape: Shape
+) -> tuple[dict[str, Any], list[str]]:
     tune = settings.config.tune
     trained = Trained(
         parameters=sum(trainable_counts(shape, tune).values()), largest_adapter=largest_adapter(shape, tune)
     )
-    return finish_zero(facts.zero_file, facts.zero_config, settings, trained)
+    return finish_zero(file, own, settings, trained)
 
 
 def _trains_whole_part(tune: TuneConfig) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,11 @@ MAX_POINTS = 2000  # of a line: a screen is not wider, and the page stays small
 ROW_POINTS = 8000  # of all lines over each other
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5195", "#8c8c8c")  # told apart by all
 STEP = "step"
+RATE = ",.4~r"  # d3: four digits that count, never an exponent
 NO_STEP = "No step has been written down yet."
+# Plain numbers with thousands apart, powers of ten for what is very small or large; never k, m, µ or M.
+PLAIN_NUMBERS = {"tickformat": "", "exponentformat": "power", "minexponent": 6, "separatethousands": True}
+FEW = 5  # up to so many whole numbers plotly would also label halves
 DASHES = ("solid", "dash", "dot", "dashdot")
 
 Trace = dict[str, Any]
@@ -26,7 +31,8 @@ class Row:
     traces: Sequence[Trace]
     log: bool = False
     y_range: tuple[float, float] | None = None
-    tick_format: str = "~s"  # d3: 12k, 1.5M
+    tick_format: str = ""  # d3's; empty is PLAIN_NUMBERS
+    counts: bool = False  # whole numbers only
     from_zero: bool = False
     weight: float = 1.0  # height beside the other rows
 
@@ -137,16 +143,22 @@ def figure(rows: Sequence[Row], x_title: str, *, row_px: int = 190, legend: bool
         "annotations": [],
         # Below the x axis' title, where it covers neither headings nor lines, however many names it has.
         "legend": {"y": -56 / (height - 110), "yanchor": "top"},
-        "xaxis": {"title": {"text": x_title}, "anchor": f"y{len(rows)}" if len(rows) > 1 else "y"},
+        "xaxis": {**PLAIN_NUMBERS, "title": {"text": x_title}, "anchor": f"y{len(rows)}" if len(rows) > 1 else "y"},
     }
+    if x_title == STEP:
+        shown = [trace for row in rows for trace in row.traces if trace.get("visible", True)]
+        layout["xaxis"] |= whole_ticks([x for trace in shown for x in trace["x"]])
     data: list[Trace] = []
     top = 1.0
     for number, row in enumerate(rows, start=1):
         name = "" if number == 1 else str(number)
         bottom = max(0.0, top - room * row.weight)
-        axis: dict[str, Any] = {"domain": [bottom, top], "tickformat": row.tick_format, "anchor": "x"}
+        axis: dict[str, Any] = {"domain": [bottom, top], "anchor": "x", **PLAIN_NUMBERS, "tickformat": row.tick_format}
+        values = [y for trace in row.traces for y in trace.get("y", ()) if isinstance(y, int | float)]
         if row.log:
-            axis |= {"type": "log", "dtick": 1, "tickformat": "~g"}
+            axis |= {"type": "log", **log_ticks(values)}
+        if row.counts:
+            axis |= whole_ticks([0, *values])
         if row.y_range:
             axis["range"] = list(row.y_range)
         if row.from_zero:
@@ -156,6 +168,24 @@ def figure(rows: Sequence[Row], x_title: str, *, row_px: int = 190, legend: bool
         data += [{**trace, "yaxis": f"y{name}"} for trace in row.traces]
         top = bottom - gap
     return {"data": data, "layout": layout}
+
+
+def whole_ticks(values: Sequence[float]) -> dict[str, Any]:
+    """Axis settings without labels between whole numbers."""
+    return {"dtick": 1} if values and max(values) - min(values) <= FEW else {}
+
+
+def log_ticks(values: Sequence[float]) -> dict[str, Any]:
+    """Axis settings for a logarithmic axis over positive values: whole numbers, where plotly would label bare digits.
+
+    Example:
+        >>> log_ticks([0.3, 40])["tickvals"]
+        [0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0]
+    """
+    low, high = math.floor(math.log10(min(values))), math.floor(math.log10(max(values)))
+    digits = (1, 2, 5) if high - low < 3 else (1,)
+    powers = range(low, high + 2 if len(digits) == 1 else high + 1, max(1, (high - low) // 6))
+    return {"tickmode": "array", "tickvals": [float(f"{d}e{p}") for p in powers for d in digits], "tickformat": "~g"}
 
 
 def _heading(text: str, top: float) -> dict[str, Any]:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from launcher.errors import ConfigError, Problem
 from launcher.planning.secrets import MASK, is_secret
 from launcher.reporting import words
-from launcher.reporting.chart import STEP, Chart, Row, Switch, Value, color, dash, figure, line, smooth
+from launcher.reporting.chart import RATE, STEP, Chart, Row, Switch, Value, color, dash, figure, line, smooth
 from launcher.reporting.numbers import Summary, column, own_metric, summarise
-from launcher.reporting.page import is_own_page, render
+from launcher.reporting.page import is_own_page, render, without_data
 from launcher.reporting.record import Record, flat, known, number, read_record
+from launcher.reporting.swept import swept_charts
 from launcher.reporting.table import Table
 from launcher.rundir import SWEEP, RunDir, read_json, write_atomic
 from launcher.running.journal import Line, eval_scores
+from launcher.running.results import STATUSES, numbers_of, rank
 
 NOT_ASKED = ("run.", "model.arch.", "resume", "sweep.")  # where a run lives, and what follows from another key
+NO_MEMORY = "None of these runs measured it (a CPU has none)."
 LOW, HIGH = min, max
 
 
@@ -31,6 +35,8 @@ class Comparison:
     names: Sequence[str]  # of the runs, in the same order
     metric: str  # the evaluation metric that is shown of all of them
     notes: Sequence[str] = ()
+    pages: Mapping[int, str] = field(default_factory=dict)  # run -> its own page, seen from this one
+    charts: Sequence[Chart] = ()  # before the curves
 
 
 def compare_runs(runs: Sequence[RunDir]) -> Comparison:
@@ -44,27 +50,40 @@ def compare_runs(runs: Sequence[RunDir]) -> Comparison:
 
 
 def compare_jobs(folder: Path) -> Comparison:
-    """Read the jobs of a sweep. Raises ConfigError when none of them has started."""
+    """Read the jobs of a sweep, the best first. Raises ConfigError when none of them has started."""
     sweep = _sweep(folder)
-    jobs = [entry for entry in sweep.get("jobs", []) if isinstance(entry, dict)]
-    records, names, notes = [], [], []
-    for entry in jobs:
-        run = RunDir(folder / str(entry.get("folder")))
-        differs = entry.get("differs") if isinstance(entry.get("differs"), dict) else {}
-        name = " ".join([f"{entry.get('number')}:", *(f"{key}={value}" for key, value in (differs or {}).items())])
+    asked = str(sweep.get("metric"))
+    found, notes = [], []
+    for entry in sweep["jobs"]:
         try:
-            records.append(read_record(run))
-            names.append(name)
+            record = read_record(RunDir(folder / entry["folder"]))
         except ConfigError:
             reason = entry.get("reason")
-            notes.append(f"Job {name} is not shown: {entry.get('status')}{f', {reason}' if reason else ''}.")
-    if not records:
+            notes.append(f"Job {_job_name(entry)} is not shown: {entry['status']}{f', {reason}' if reason else ''}.")
+            continue
+        found.append(({**entry, "numbers": numbers_of(record, asked)}, record))
+    if not found:
         text = f"{folder}: no job of this sweep has started"
         raise ConfigError(Problem(text, tries=("python -m launcher status",)), title="with this sweep")
-    asked = str(sweep.get("metric"))
-    metric = asked if any(asked in eval_scores(entry) for r in records for entry in r.evals) else own_metric(records[0])
-    title = f"Sweep {folder.resolve().name}"
-    return Comparison(title=title, records=records, names=names, metric=metric, notes=notes)
+    found.sort(key=lambda pair: rank(pair[0], asked))
+    jobs, records = [job for job, _ in found], [record for _, record in found]
+    scored = any(asked in eval_scores(entry) for record in records for entry in record.evals)
+    return Comparison(
+        title=f"Sweep {folder.resolve().name}",
+        records=records,
+        names=[_job_name(job) for job in jobs],
+        metric=asked if scored else own_metric(records[0]),
+        notes=notes,
+        pages={
+            row: f"{quote(jobs[row]['folder'])}/report.html" for row, r in enumerate(records) if r.run.report.is_file()
+        },
+        charts=swept_charts(jobs, asked),
+    )
+
+
+def _job_name(entry: Line) -> str:
+    swept = " ".join(f"{key}={value}" for key, value in entry["differs"].items())
+    return f"{entry['number']}: {swept}" if swept else f"job {entry['number']}"
 
 
 def write_sweep_report(folder: RunDir) -> Path:
@@ -83,12 +102,15 @@ def write_comparison(comparison: Comparison, path: Path) -> None:
 
 def comparison_page(comparison: Comparison) -> str:
     """The page of several runs."""
+    charts = [*comparison.charts, *comparison_charts(comparison)]
+    tables = [results_table(comparison), differences_table(comparison)]
     return render(
         "compare.html",
-        comparison_charts(comparison),
+        charts,
         title=comparison.title,
         notes=comparison.notes,
-        tables=[results_table(comparison), differences_table(comparison)],
+        tables=tables,
+        absent=without_data(charts, tables),
     )
 
 
@@ -98,7 +120,7 @@ def results_table(comparison: Comparison) -> Table:
     columns: tuple[tuple[str, Callable[[Record, Summary], Value], Callable[[Value], str], object], ...] = (
         ("steps", lambda _, s: s.steps, words.count, None),
         (f"best {comparison.metric}", lambda _, s: s.best, lambda value: words.plain(value, ".4f"), HIGH),
-        ("loss at the end", lambda _, s: s.final_loss, lambda value: words.plain(value, ".4f"), LOW),
+        ("loss, last tenth", lambda _, s: s.final_loss, words.loss, LOW),
         ("queries/s", lambda _, s: s.queries_per_s, words.count, HIGH),
         ("tokens/s", lambda _, s: s.tokens_per_s, words.count, HIGH),
         ("step time", lambda _, s: s.step_s, words.seconds, LOW),
@@ -121,7 +143,9 @@ def results_table(comparison: Comparison) -> Table:
         rows=rows,
         right=tuple(range(2, 2 + len(columns))),
         best=best,
-        about="Speeds leave out the first steps after a start; the loss is the mean of the last tenth of the steps.",
+        links=comparison.pages,
+        about="Speeds leave out the first steps after a start; the loss is the mean of the last tenth of the steps, "
+        "at most 50.",
     )
 
 
@@ -135,7 +159,7 @@ def differences_table(comparison: Comparison) -> Table:
             variable = key.removeprefix("env.set.")
             hidden = variable != key and any(is_secret(variable, value) for value in values)
             rows.append([key, *(MASK if hidden else value for value in values)])
-    why = "Nothing: all of them have the same configuration."
+    why = "nothing, all of them have the same configuration."
     return Table(title="What differs", head=("key", *comparison.names), rows=rows, why=why)
 
 
@@ -158,14 +182,22 @@ def comparison_charts(comparison: Comparison) -> list[Chart]:
     return [
         _overlay("loss", "Loss, smoothed", comparison, smoothed("loss"), ".4f", wide=True),
         _overlay("eval", f"Evaluation: {metric}", comparison, scores, ".4f", mode="lines+markers"),
-        _overlay("memory", "Peak GPU memory, GiB", comparison, of_steps("memory_gib"), ".2f"),
-        _overlay("queries", "Queries/s, smoothed", comparison, smoothed("queries_per_s"), ",.4~g"),
-        _overlay("tokens", "Tokens/s, smoothed", comparison, smoothed("tokens_per_s"), ",.4~g"),
+        _overlay("memory", "Peak GPU memory, GiB", comparison, of_steps("memory_gib"), ".2f", why=NO_MEMORY),
+        _overlay("queries", "Queries/s, smoothed", comparison, smoothed("queries_per_s"), RATE),
+        _overlay("tokens", "Tokens/s, smoothed", comparison, smoothed("tokens_per_s"), RATE),
     ]
 
 
 def _overlay(
-    id_: str, title: str, comparison: Comparison, curve: Curve, form: str, *, mode: str = "lines", wide: bool = False
+    id_: str,
+    title: str,
+    comparison: Comparison,
+    curve: Curve,
+    form: str,
+    *,
+    mode: str = "lines",
+    wide: bool = False,
+    why: str = "None of these runs has written it down.",
 ) -> Chart:
     by_step, by_time = [], []
     for index, (name, record) in enumerate(zip(comparison.names, comparison.records, strict=True)):
@@ -177,19 +209,21 @@ def _overlay(
             minutes = [record.minutes(entry["time"]) for entry in lines]
             by_time.append(line(name, minutes, ys, color(index), visible=False, **style))
     if not by_step:
-        return Chart(id=id_, title=title, why="None of them has written it down.")
-    row = Row(title="", traces=[*by_step, *by_time], tick_format="~g")
+        return Chart(id=id_, title=title, why=why)
+    row = Row(title="", traces=[*by_step, *by_time])
     steps, times = [True] * len(by_step), [False] * len(by_step)
-    switches = (
-        _axis("by step", STEP, [*steps, *times]),
-        _axis("by time", "minutes of running", [*times, *steps]),
-    )
     shown = figure([row], STEP, row_px=360 if wide else 300)
+    ticks = "linear" if "dtick" in shown["layout"]["xaxis"] else "auto"
+    switches = (
+        _axis("by step", STEP, [*steps, *times], ticks),
+        _axis("by time", "minutes of running", [*times, *steps], "auto"),
+    )
     return Chart(id=id_, title=title, figure=shown, switches=switches, wide=wide)
 
 
-def _axis(name: str, title: str, visible: Sequence[bool]) -> Switch:
-    return Switch(label=name, visible=visible, layout={"xaxis.title.text": title, "xaxis.autorange": True})
+def _axis(name: str, title: str, visible: Sequence[bool], ticks: str) -> Switch:
+    layout = {"xaxis.title.text": title, "xaxis.autorange": True, "xaxis.tickmode": ticks}
+    return Switch(label=name, visible=visible, layout=layout)
 
 
 def _told_apart(records: Sequence[Record]) -> list[str]:
@@ -200,8 +234,18 @@ def _told_apart(records: Sequence[Record]) -> list[str]:
 
 
 def _sweep(folder: Path) -> Line:
+    """What sweep.json holds. Raises ConfigError when that is not what a sweep writes."""
+    path = folder / SWEEP
     try:
-        found = read_json(folder / SWEEP)
+        found = read_json(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(Problem(f"{folder / SWEEP} cannot be read: {error}"), title="with this sweep") from None
-    return found if isinstance(found, dict) else {}
+        raise ConfigError(Problem(f"{path} cannot be read: {error}"), title="with this sweep") from None
+    jobs = found.get("jobs") if isinstance(found, dict) else None
+    if not isinstance(jobs, list) or not all(isinstance(job, dict) and _is_job(job) for job in jobs):
+        raise ConfigError(Problem(f"{path} is damaged, or of another version"), title="with this sweep")
+    return dict(found)
+
+
+def _is_job(entry: Line) -> bool:
+    kinds = {"number": int, "folder": str, "differs": dict}
+    return all(isinstance(entry.get(key), kind) for key, kind in kinds.items()) and entry.get("status") in STATUSES

@@ -50,10 +50,20 @@ def facts(record: Record) -> list[tuple[str, str]]:
         (
             "how",
             f"ZeRO stage {zero}, {plan.get('precision')}, attention {plan.get('attention')}, "
-            f"loss {part_of(config, 'loss').get('name')}, lr {words.plain(number(plan.get('lr')), 'g')}",
+            f"loss {part_of(config, 'loss').get('name')}, lr {words.plain(number(plan.get('lr')), 'g')}, "
+            f"{_length(record)}",
         ),
     ]
     return [(name, value) for name, value in found if value]
+
+
+def _length(record: Record) -> str:
+    """Batch, how long it was asked to train, and its seed."""
+    train = part_of(record.config, "train")
+    steps, epochs = number(train.get("max_steps")), number(train.get("epochs"))
+    asked = f"{words.count(steps)} steps" if steps else f"epochs {words.plain(epochs, 'g')}"
+    queries = words.count(number(part_of(record.plan, "batch").get("global_size")))
+    return f"{queries} queries a step, {asked}, seed {words.plain(number(train.get('seed')), '.0f')}"
 
 
 def _rows(record: Record) -> list[str]:
@@ -121,9 +131,9 @@ def tiles(record: Record, summary: Summary) -> list[Tile]:
         Tile(name=f"best {s.metric}", value=words.plain(s.best, ".4f"), hint=best_hint or "no evaluation"),
         Tile(name=f"{s.metric} at the end", value=words.plain(s.after, ".4f"), hint="last evaluation"),
         Tile(
-            name="loss at the end",
-            value=words.plain(s.final_loss, ".4f"),
-            hint="mean of the last tenth, at most 50 steps",
+            name="loss, last tenth",
+            value=words.loss(s.final_loss),
+            hint="mean of the last tenth of the steps, at most 50",
         ),
         Tile(name="steps", value=f"{s.steps:,}", hint=of),
         Tile(name="queries/s", value=words.count(s.queries_per_s), hint=steady),
@@ -169,7 +179,7 @@ def summary_lines(record: Record, summary: Summary) -> list[str]:
         lines.append(f"  {found['text']}")
     if s.steps:
         of = "" if s.total_steps is None else f" of {s.total_steps:,}"
-        lines.append(f"  {s.steps:,}{of} steps, loss {words.plain(s.final_loss, '.4f')} at the end")
+        lines.append(f"  {s.steps:,}{of} steps, loss {words.loss(s.final_loss)} (mean of the last tenth)")
     if s.best is not None:
         before = "" if s.before is None else f", before training {s.before:.4f}"
         lines.append(f"  best {s.metric} {s.best:.4f} at step {s.best_step:,}{before}")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from launcher.reporting import words
-from launcher.reporting.chart import Chart, Row, Trace, color, figure, label
+from launcher.reporting.chart import RATE, Chart, Row, Trace, color, figure, label
 from launcher.reporting.monitor import Looks, gpu_looks, host_looks, port_looks, rows_of, traffic, values, why_none
 from launcher.reporting.record import Record, part_of
 from launcher.reporting.table import Table
@@ -44,9 +44,12 @@ def gpu_chart(record: Record) -> Chart:
             ("temperature, °C", ".0f", _item("temperature_c")),
         ),
     )
-    shown = figure([*rows, _throttle_row(record, cards)], MINUTES, row_px=125, legend=len(cards) > 1)
-    about = f"The first {len(cards)} of {len(found)}; the table has all." if len(found) > len(cards) else ""
-    return Chart(id="gpus", title=title, about=about, figure=shown, wide=True)
+    held = _throttle_row(record, cards)
+    about = ["None was ever held back (throttled)."] if held is None else []
+    if len(found) > len(cards):
+        about.append(f"The first {len(cards)} of {len(found)}; the table has all.")
+    shown = figure([*rows, *([held] if held else [])], MINUTES, row_px=125, legend=len(cards) > 1)
+    return Chart(id="gpus", title=title, about=" ".join(about), figure=shown, wide=True)
 
 
 def _item(key: str) -> Callable[[Line], Any]:
@@ -57,8 +60,11 @@ def _in_memory(key: str) -> Callable[[Line], Any]:
     return lambda entry: part_of(entry, "memory").get(key)
 
 
-def _throttle_row(record: Record, cards: dict[str, Looks]) -> Row:
-    """A mark at each look in which a GPU was held back, with the reasons."""
+def _throttle_row(record: Record, cards: dict[str, Looks]) -> Row | None:
+    """A mark at each look in which a GPU was held back, with the reasons; None without any.
+
+    plotly draws no x axis under a row that is empty.
+    """
     traces: list[Trace] = []
     for index, (card, looks) in enumerate(cards.items()):
         held = [(record.minutes(moment), reasons(gpu)) for moment, gpu in looks if reasons(gpu)]
@@ -77,7 +83,7 @@ def _throttle_row(record: Record, cards: dict[str, Looks]) -> Row:
                     "hovertemplate": "%{text}",
                 }
             )
-    return Row(title=f"held back (throttled){'' if traces else ': never seen'}", traces=traces, weight=0.6)
+    return Row(title="held back (throttled)", traces=traces, weight=0.6) if traces else None
 
 
 def reasons(gpu: Line) -> list[str]:
@@ -109,7 +115,6 @@ def gpu_table(record: Record) -> Table:
         rows=rows,
         right=(2, 3, 4, 5),
         about="Over the whole run, loading and saving included.",
-        why=why_none(record, "GPU", notes=True),
     )
 
 
@@ -150,7 +155,7 @@ def port_chart(record: Record, kind: str, title: str, what: str) -> Chart:
     quiet = kind == "network" and not any(map(traffic, busy.values()))
     if not busy or quiet:
         return Chart(id=kind, title=title, why=why_none(record, what))
-    wanted = (("received, MiB/s", ",.4~g", _item("rx_mib_s")), ("sent, MiB/s", ",.4~g", _item("tx_mib_s")))
+    wanted = (("received, MiB/s", RATE, _item("rx_mib_s")), ("sent, MiB/s", RATE, _item("tx_mib_s")))
     errors = {port: max(values(looks, "errors"), default=0.0) for port, looks in ports.items()}
     bad = [f"{port} {count:,.0f}" for port, count in errors.items() if count]
     about = [f"Errors counted: {', '.join(bad)}."] if bad else []

@@ -14,7 +14,7 @@ Looks = Sequence[tuple[float, Line]]  # time, what was seen
 
 def gpu_looks(record: Record) -> dict[str, Looks]:
     """By GPU, under the name to show."""
-    several = len({entry.get("host") for entry in record.monitor}) > 1
+    several = len({str(entry.get("host")) for entry in record.monitor}) > 1
     found: dict[str, list[tuple[float, Line]]] = {}
     for entry in record.monitor:
         for gpu in gpus(entry):
@@ -77,7 +77,7 @@ def rows_of(
     for title, form, value in wanted:
         traces = curves(record, found, value, legend=not rows, form=form)
         if traces:
-            rows.append(Row(title=title, traces=traces, tick_format="~g", from_zero=True))
+            rows.append(Row(title=title, traces=traces, from_zero=True))
     return rows
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from launcher.reporting.numbers import summarise
 from launcher.reporting.plots import training_charts
 from launcher.reporting.reality import reality_table
 from launcher.reporting.record import Record, read_record
+from launcher.reporting.table import Table
 from launcher.reporting.tables import (
     bad_rows,
     environment_table,
@@ -58,13 +60,19 @@ def run_page(record: Record) -> str:
     tables = [
         reality_table(record),
         eval_table(record),
-        time_table(record),
-        step_table(record),
         rank_table(record),
         gpu_table(record),
         profile_table(record),
         environment_table(record),
         file_table(record),
+        time_table(record),
+        step_table(record),
+    ]
+    warnings, dropped = _warnings(record), bad_rows(record)
+    absent = [
+        *without_data(charts, tables),
+        *(["Warnings: none."] if not warnings else []),
+        *(["Rows that were dropped: none."] if dropped == 0 else []),
     ]
     return render(
         "run.html",
@@ -77,8 +85,9 @@ def run_page(record: Record) -> str:
         tails=log_tails(record),
         tiles=tiles(record, summarise(record)),
         tables=tables,
-        warnings=_warnings(record),
-        bad_rows=bad_rows(record),
+        absent=absent,
+        warnings=warnings,
+        bad_rows=dropped,
         plan_text=_plan_text(record),
         texts=texts(record),
     )
@@ -96,12 +105,12 @@ def render(template: str, charts: Iterable[Chart], **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    charts = list(charts)
+    charts = _in_full_rows([chart for chart in charts if chart.figure])
     scripts = [_inside_script(get_plotlyjs()), (TEMPLATES / "page.js").read_text(encoding="utf-8")]
     drawn = {
         chart.id: {**chart.figure, "switches": [_switch(switch) for switch in chart.switches]}
         for chart in charts
-        if chart.figure
+        if chart.figure is not None
     }
     return environment.get_template(template).render(
         charts=charts,
@@ -115,6 +124,20 @@ def render(template: str, charts: Iterable[Chart], **values: Any) -> str:
         made=f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
         **values,
     )
+
+
+def without_data(charts: Iterable[Chart], tables: Iterable[Table]) -> list[str]:
+    """What a page has no plot or table of, each with its reason."""
+    found = [f"{chart.title}: {chart.why}" for chart in charts if not chart.figure]
+    return found + [f"{table.title}: {table.why}" for table in tables if not table.rows and table.why]
+
+
+def _in_full_rows(charts: Sequence[Chart]) -> list[Chart]:
+    """The charts, the last narrow one made wide when it would have no neighbour: they stand two in a row."""
+    narrow = [index for index, chart in enumerate(charts) if not chart.wide]
+    if len(narrow) % 2 == 0:
+        return list(charts)
+    return [dataclasses.replace(c, wide=c.wide or index == narrow[-1]) for index, c in enumerate(charts)]
 
 
 def is_own_page(path: Path) -> bool:

@@ -6,13 +6,31 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from launcher.reporting import words
-from launcher.reporting.chart import NO_STEP, STEP, Chart, Row, Switch, Trace, Value, color, figure, label, line, smooth
+from launcher.reporting.chart import (
+    NO_STEP,
+    RATE,
+    STEP,
+    Chart,
+    Row,
+    Switch,
+    Trace,
+    Value,
+    color,
+    figure,
+    label,
+    line,
+    log_ticks,
+    smooth,
+)
 from launcher.reporting.numbers import best_eval, column, lost_losses, own_metric
-from launcher.reporting.reality import planned_gib
-from launcher.reporting.record import Record, known, number
+from launcher.reporting.reality import planned_at_tokens_gib, planned_gib
+from launcher.reporting.record import Record, known, number, part_of
+from launcher.rundir import COMPLETE
 from launcher.running.journal import Line, eval_scores
 
-SPEEDS = (("queries_per_s", "queries/s", "~g"), ("tokens_per_s", "tokens/s", "~s"))  # key, name, ticks
+SPEEDS = (("queries_per_s", "queries/s"), ("tokens_per_s", "tokens/s"))
+NEAR = 3  # times beyond the gradient norms that were seen, the limit is still drawn
+LOG_FROM = 10  # times from the smallest to the largest value: below, a logarithmic axis shows nothing more
 
 
 def training_charts(record: Record) -> list[Chart]:
@@ -41,20 +59,28 @@ def loss_chart(record: Record) -> Chart:
         line("smoothed", xs, smooth(ys), color(0), width=2.5),
         *_marks(record, xs, ys),
     ]
-    shown = figure([Row(title="loss", traces=traces, tick_format="")], STEP, row_px=330)
+    shown = figure([Row(title="loss", traces=traces)], STEP, row_px=330)
     shown["layout"]["hovermode"] = "closest"
-    switches = (
-        Switch(label="linear", layout={"yaxis.type": "linear"}),
-        Switch(label="log", layout={"yaxis.type": "log"}),
+    return Chart(id="loss", title="Loss", about=about, figure=shown, switches=_loss_switches(ys), wide=True)
+
+
+def _loss_switches(ys: Sequence[Value]) -> tuple[Switch, ...]:
+    """Linear and logarithmic; none when no loss could be drawn on the latter."""
+    positive = [y for y in known(ys) if y > 0]
+    if not positive:
+        return ()
+    linear = {"type": "linear", "tickmode": "auto", "tickformat": ""}
+    return tuple(
+        Switch(label=name, layout={f"yaxis.{key}": value for key, value in axis.items()})
+        for name, axis in (("linear", linear), ("log", {"type": "log", **log_ticks(positive)}))
     )
-    return Chart(id="loss", title="Loss", about=about, figure=shown, switches=switches, wide=True)
 
 
 def _marks(record: Record, xs: Sequence[int], ys: Sequence[Value]) -> list[Trace]:
-    """Checkpoints, resumes, stop requests and warnings, each on the loss curve."""
+    """Checkpoints that are still there, resumes, stop requests and warnings, each on the loss curve."""
     best = best_eval(record, own_metric(record))
     kinds = {
-        "checkpoint": ("checkpoint", "square", color(2)),
+        "checkpoint": ("kept checkpoint", "square", color(2)),
         "resumed": ("resumed", "triangle-right", color(3)),
         "stop_requested": ("stop asked for", "x", color(1)),
         "warning": ("warning", "triangle-up", color(4)),
@@ -63,6 +89,8 @@ def _marks(record: Record, xs: Sequence[int], ys: Sequence[Value]) -> list[Trace
     for event, (name, symbol, tint) in kinds.items():
         entries = [entry for entry in record.events if entry.get("event") == event]
         placed = [(_step_of(record, entry), entry) for entry in entries]
+        if event == "checkpoint":
+            placed = [(step, entry) for step, entry in placed if (record.run.checkpoint(step) / COMPLETE).exists()]
         placed = [(step, entry) for step, entry in placed if step <= xs[-1]]
         texts = [label(_mark_text(entry, step, best)) for step, entry in placed]
         if placed:
@@ -114,20 +142,26 @@ def rate_chart(record: Record) -> Chart:
         Row(
             title="learning rate",
             traces=[line("learning rate", xs, column(record.steps, "lr"), color(0))],
-            tick_format=".1~e",
+            tick_format="~e",
+            from_zero=True,
         )
     ]
-    norms = column(record.steps, "grad_norm")
-    if known(norms):
-        rows.append(
-            Row(
-                title="gradient norm before clipping (log)",
-                log=all(n > 0 for n in known(norms)),
-                traces=[line("gradient norm", xs, norms, color(1))],
-                tick_format="~g",
-            )
-        )
-    return Chart(id="rate", title=base.title, figure=figure(rows, STEP, row_px=170, legend=False))
+    norms, about = column(record.steps, "grad_norm"), ""
+    if found := known(norms):
+        log = min(found) > 0 and max(found) / min(found) >= LOG_FROM
+        title = f"gradient norm before clipping{' (log)' if log else ''}"
+        clipped = _clip_line(record, xs, found)
+        about = f"Dashed: clipped at {clipped[0]['y'][0]:g}." if clipped else ""
+        rows.append(Row(title=title, log=log, traces=[line("gradient norm", xs, norms, color(1)), *clipped]))
+    return Chart(id="rate", title=base.title, about=about, figure=figure(rows, STEP, row_px=170, legend=False))
+
+
+def _clip_line(record: Record, xs: Sequence[int], norms: Sequence[float]) -> list[Trace]:
+    """Where gradients are clipped; nothing when that lies far from every norm and would flatten the curve."""
+    limit = number(part_of(record.config, "optim").get("max_grad_norm"))
+    if not limit or not min(norms) / NEAR <= limit <= NEAR * max(norms):
+        return []
+    return [line("clipped at", [xs[0], xs[-1]], [limit] * 2, color(7), dash="dash", mode="lines")]
 
 
 def eval_chart(record: Record) -> Chart:
@@ -150,7 +184,7 @@ def eval_chart(record: Record) -> Chart:
         text = f"best {metric}: {value:.4f} at step {best['step']:,}"
         traces.append(_points("best", [(best["step"], value)], [label(text)], "star", color(4)))
         traces[-1]["marker"]["size"] = 14
-    shown = figure([Row(title="", traces=traces, tick_format=".2f")], STEP, row_px=340)
+    shown = figure([Row(title="", traces=traces)], STEP, row_px=340)
     return Chart(id="eval", title=title, about="Higher is better.", figure=shown)
 
 
@@ -161,18 +195,21 @@ def speed_chart(record: Record) -> Chart:
         return Chart(id="speed", title=title, why=NO_STEP)
     xs = [entry["step"] for entry in record.steps]
     rows = []
-    for index, (key, name, ticks) in enumerate(SPEEDS):
+    for index, (key, name) in enumerate(SPEEDS):
         ys = column(record.steps, key)
-        pale = line(name, xs, ys, color(index), width=1, opacity=0.45)
-        thick = line("smoothed", xs, smooth(ys), color(index), width=2.4)
-        rows.append(Row(title=name, traces=[pale, thick], tick_format=ticks))
+        pale = line(name, xs, ys, color(index), form=RATE, width=1, opacity=0.45)
+        thick = line("smoothed", xs, smooth(ys), color(index), form=RATE, width=2.4)
+        rows.append(Row(title=name, traces=[pale, thick]))
     return Chart(id="speed", title=title, about=about, figure=figure(rows, STEP, row_px=170, legend=False))
 
 
 def memory_chart(record: Record) -> Chart:
     """Peak memory of torch's allocator against what the plan expected."""
     title = "GPU memory of training"
-    about = "Largest rank. The plan's line leaves out its part 'context', which torch does not count."
+    about = (
+        "Largest rank. 'Planned' is for a full micro-batch, 'at the tokens seen' for the fullest one there was; "
+        "both without the plan's part 'context', which torch does not count."
+    )
     allocated = column(record.steps, "memory_gib")
     if not known(allocated):
         why = "No GPU memory was measured" + (
@@ -184,10 +221,11 @@ def memory_chart(record: Record) -> Chart:
     reserved = column(record.steps, "memory_reserved_gib")
     if known(reserved):
         traces.append(line("peak reserved", xs, reserved, color(1), form=".2f"))
-    planned = planned_gib(record)
-    if planned is not None:
-        ends = [xs[0], xs[-1]]
-        traces.append(line("planned", ends, [planned] * 2, color(7), form=".2f", dash="dash", mode="lines"))
-    row = Row(title="GiB", traces=traces, tick_format="~g", from_zero=True)
+    lines = (("planned", planned_gib(record), "dash"), ("at the tokens seen", planned_at_tokens_gib(record), "dot"))
+    for name, planned, style in lines:
+        if planned is not None:
+            ends = [xs[0], xs[-1]]
+            traces.append(line(name, ends, [planned] * 2, color(7), form=".2f", dash=style, mode="lines"))
+    row = Row(title="GiB", traces=traces, from_zero=True)
     shown = figure([row], STEP, row_px=340)
     return Chart(id="memory", title=title, about=about, figure=shown)

@@ -14,6 +14,7 @@ from launcher.running.journal import Line
 UNKNOWN = "not known"
 SHOWN_RANKS = 64
 BYTES_A_GIB = 2**30
+BY_TOKENS = ("activations", "vision")  # parts of the plan that grow with the tokens of a micro-batch
 
 
 def reality_table(record: Record) -> Table:
@@ -29,16 +30,39 @@ def reality_table(record: Record) -> Table:
         rows=rows,
         right=(1, 2, 3),
         about="Memory that torch allocates is held against the plan without its part 'context', which lies outside "
-        "torch; what the driver reports, against all of it.",
+        "torch; what the driver reports, against all of it. The plan is for micro-batches of batch.max_tokens; 'at "
+        "the tokens seen', its parts 'activations' and 'vision' are multiplied by (tokens of a micro-batch, fullest "
+        "step and rank) / batch.max_tokens, the other parts stay.",
     )
 
 
 def planned_gib(record: Record, *, context: bool = False) -> float | None:
     """The plan's estimate for one GPU or rank, with or without what lies outside torch's allocator."""
-    parts = {name: number(value) or 0.0 for name, value in part_of(record.plan, "memory").items()}
-    if not parts:
+    parts = _planned_parts(record)
+    return sum(value for name, value in parts.items() if context or name != "context") if parts else None
+
+
+def planned_at_tokens_gib(record: Record) -> float | None:
+    """What the plan would have been, outside `context`, for the fullest micro-batch that was seen."""
+    parts, limit, fullest = _planned_parts(record), token_limit(record), fullest_tokens(record)
+    if not parts or not limit or fullest is None:
         return None
-    return sum(value for name, value in parts.items() if context or name != "context") / BYTES_A_GIB
+    growing = sum(parts.pop(name, 0.0) for name in BY_TOKENS)
+    return sum(value for name, value in parts.items() if name != "context") + growing * fullest / limit
+
+
+def token_limit(record: Record) -> float | None:
+    """batch.max_tokens as planned."""
+    return number(part_of(record.plan, "batch").get("max_tokens"))
+
+
+def fullest_tokens(record: Record) -> float | None:
+    """Tokens of a micro-batch in the fullest step and rank; its mean where a step has several micro-batches."""
+    return max(micro_batch_tokens(record.steps, world_size(record)), default=None)
+
+
+def _planned_parts(record: Record) -> dict[str, float]:
+    return {name: (number(value) or 0.0) / BYTES_A_GIB for name, value in part_of(record.plan, "memory").items()}
 
 
 def _row(name: str, planned: float | None, seen: float | None, unit: str = "") -> list[str]:
@@ -47,21 +71,32 @@ def _row(name: str, planned: float | None, seen: float | None, unit: str = "") -
     return [name, UNKNOWN if planned is None else shown[0], shown[1], words.plain(ratio, ".2f")]
 
 
+def _limit_row(name: str, limit: float | None, seen: float | None) -> list[str]:
+    """A row whose plan is no aim: more never comes, less is no fault."""
+    share = f"{words.percent(seen / limit)} of the limit" if limit and seen is not None else words.NONE
+    return [name, UNKNOWN if limit is None else f"at most {words.count(limit)}", words.count(seen), share]
+
+
 def _memory_rows(record: Record) -> list[list[str]]:
     inside, whole = planned_gib(record), planned_gib(record, context=True)
     peaks = rank_peaks(record.steps)
     rows = [
         _row(f"peak allocated, rank {rank}", inside, peak, "GiB") for rank, peak in list(peaks.items())[:SHOWN_RANKS]
     ]
-    if not peaks and (largest := peak_gib(record.steps)) is not None:
+    largest = peak_gib(record.steps)
+    if not peaks and largest is not None:
         rows.append(_row("peak allocated, largest rank", inside, largest, "GiB"))
+    at_tokens = planned_at_tokens_gib(record)
+    if largest is not None and at_tokens is not None:
+        rows.append(_row("peak allocated against the plan at the tokens seen", at_tokens, largest, "GiB"))
     reserved = peak_gib(record.steps, "memory_reserved_gib")
     if reserved is not None:
         rows.append(_row("peak reserved, largest rank", inside, reserved, "GiB"))
     for name, peak in list(_driver_peaks(record).items())[:SHOWN_RANKS]:
         rows.append(_row(f"in use on {name} (driver)", whole, peak, "GiB"))
     if not rows:
-        rows.append(_row("memory of one rank, estimated", whole, None, "GiB"))
+        name, planned, seen, ratio = _row("memory of one rank, estimated", whole, None, "GiB")
+        rows.append([name, planned, "not measured on a CPU" if record.plan.get("device") == "cpu" else seen, ratio])
     return rows
 
 
@@ -105,9 +140,9 @@ def _batch_rows(record: Record) -> list[list[str]]:
     mean = statistics.fmean(counts) if counts else None
     rows.append(_row("micro-batches a rank and step, mean", number(batch.get("micro_steps")), mean))
     held = micro_batch_tokens(record.steps, world)
-    limit = number(batch.get("max_tokens"))
-    rows.append(_row("tokens of a micro-batch, mean", limit, statistics.fmean(held) if held else None))
-    rows.append(_row("tokens of a micro-batch, fullest step and rank", limit, max(held, default=None)))
+    limit = token_limit(record)
+    rows.append(_limit_row("tokens of a micro-batch, mean", limit, statistics.fmean(held) if held else None))
+    rows.append(_limit_row("tokens of a micro-batch, fullest step and rank", limit, fullest_tokens(record)))
     return rows
 
 

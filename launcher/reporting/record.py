@@ -13,7 +13,7 @@ from typing import Any
 from launcher.errors import ConfigError, Problem
 from launcher.rundir import RunDir
 from launcher.running.journal import JsonTail, Line, rank_statuses
-from launcher.running.state import find_state, read_object
+from launcher.running.state import find_state, read_object, run_name
 from launcher.spec import RunPlan, from_data
 
 GOES_ON = ("running", "ending", "unknown")
@@ -46,8 +46,8 @@ class Record:
 
     @property
     def name(self) -> str:
-        """Of the run folder."""
-        return self.run.path.resolve().name
+        """Of the run folder; a job has its sweep's before its own."""
+        return run_name(RunDir(self.run.path.resolve()))
 
     @property
     def config(self) -> Line:
@@ -88,7 +88,10 @@ def number(value: object) -> float | None:
     """A finite number, None for anything else that a line may hold (null, text, true)."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) else None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # a whole number of hundreds of digits is JSON too
+        return None
 
 
 def numbers(value: object) -> list[float | None]:

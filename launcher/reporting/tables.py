@@ -19,6 +19,9 @@ SHOWN_EVALS = 12
 SHOWN_FILES = 60
 TAIL_LINES = 30
 SHOWN_TAILS = 4
+SHOWN_VALUE = 80
+ONE_COLUMN = 8  # rows
+IMAGE_VARIABLES = "NVIDIA_"  # of a container image: nothing of a run reads them
 
 
 def eval_table(record: Record) -> Table:
@@ -45,7 +48,6 @@ def eval_table(record: Record) -> Table:
         right=right,
         best=best if rows else (),
         about=about,
-        why="None was made.",
     )
 
 
@@ -54,21 +56,20 @@ def time_table(record: Record) -> Table:
     phases = phase_seconds(record)
     whole = sum(phases.values()) or 1.0
     rows = [[name, words.duration(value), words.percent(value / whole)] for name, value in phases.items()]
-    why = "Not every change of phase was written down."
-    return Table(title="Time per phase", head=("phase", "time", "share"), rows=rows, right=(1, 2), why=why)
+    return Table(title="Time per phase", head=("phase", "time", "share"), rows=rows, right=(1, 2), folded=True)
 
 
 def step_table(record: Record) -> Table:
     """Mean seconds of a step's parts."""
-    title, why = "Parts of a step", "Steps were written without their parts."
+    title = "Parts of a step"
     lines = [
         line for line in steady_steps(record) if all(number(line.get(key)) is not None for key in (*PARTS, "step_s"))
     ]
     if not lines:
-        return Table(title=title, why=why)
+        return Table(title=title)
     mean = statistics.fmean(known(column(lines, "step_s")))
     rows = [[name, words.seconds(share * mean), words.percent(share)] for name, share in step_shares(lines).items()]
-    return Table(title=title, head=("part", "mean", "share"), rows=rows, right=(1, 2))
+    return Table(title=title, head=("part", "mean", "share"), rows=rows, right=(1, 2), folded=True)
 
 
 def rank_table(record: Record) -> Table:
@@ -135,9 +136,11 @@ def slowest_share(lines: Sequence[Line]) -> dict[int, float]:
 def environment_table(record: Record) -> Table:
     """Versions and machine, as they were when the run started."""
     rows = [[name, str(value)] for name, value in _object(record.run.environment).items()]
+    rows.sort(key=lambda row: row[0].startswith(IMAGE_VARIABLES))
     if not rows:
         rows = [["launcher", str(record.plan.get("version", words.NONE))]]
-    return Table(title="Versions and machine", head=("", ""), rows=rows)
+    columns = 2 if len(rows) > ONE_COLUMN else 1
+    return Table(title="Versions and machine", head=("", ""), rows=rows, cut=SHOWN_VALUE, columns=columns)
 
 
 def profile_table(record: Record) -> Table:
@@ -148,7 +151,8 @@ def profile_table(record: Record) -> Table:
             paths = event.get("paths")
             shown = ", ".join(map(str, paths)) if isinstance(paths, list) else words.NONE
             rows.append([str(event.get("tool")), shown, str(event.get("open", ""))])
-    return Table(title="Profiles", head=("tool", "files", "open with"), rows=rows, why="profile=none")
+    why = f"Nothing was written (profile={part_of(record.config, 'profile').get('name', 'none')})."
+    return Table(title="Profiles", head=("tool", "files", "open with"), rows=rows, why=why)
 
 
 def file_table(record: Record) -> Table:

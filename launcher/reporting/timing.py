@@ -6,13 +6,15 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from launcher.reporting import words
-from launcher.reporting.chart import NO_STEP, STEP, Chart, Row, Trace, Value, color, figure, label, line
+from launcher.reporting.chart import NO_STEP, STEP, Chart, Row, Trace, color, figure, label, line
 from launcher.reporting.numbers import PARTS, column, quantile, steady_steps
 from launcher.reporting.record import Record, known, number, numbers, part_of
 from launcher.running.journal import Line
 
 BINS = 40
+PERCENT = "%{y:.3~g} %"
 AREA_POINTS = 400
+UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))
 PART_NAMES = {
     "data_wait_s": "waiting for data",
     "forward_s": "forward",
@@ -44,22 +46,17 @@ def shares_chart(record: Record) -> Chart:
     xs = [group[-1]["step"] for group in groups]
     shares = [step_shares(group) for group in groups]
     areas = [
-        line(name, xs, [share[name] for share in shares], color(index), form=".1%", stackgroup="one", width=0.5)
+        line(name, xs, [100 * share[name] for share in shares], color(index), stackgroup="one", width=0.5)
         for index, name in enumerate(shares[0])
     ]
     for area, tint in zip(areas, (1, 0, 5, 2, 7), strict=True):
         area["line"]["color"] = color(tint)
-        area["fillcolor"] = color(tint)
-    waits = [share[PART_NAMES["data_wait_s"]] for share in shares]
+        area |= {"fillcolor": color(tint), "hovertemplate": PERCENT}
+    waits = [100 * share[PART_NAMES["data_wait_s"]] for share in shares]
+    waiting = line("waiting", xs, waits, color(1), showlegend=False, hovertemplate=PERCENT)
     rows = [
-        Row(title="share of a step", traces=areas, tick_format=".0%", y_range=(0, 1), weight=1.5),
-        Row(
-            title="share of waiting for data",
-            tick_format=".0%",
-            traces=[line("waiting", xs, waits, color(1), form=".1%", showlegend=False)],
-            from_zero=True,
-            weight=0.8,
-        ),
+        Row(title="share of a step, %", traces=areas, y_range=(0, 100), weight=1.5),
+        Row(title="share of waiting for data, %", traces=[waiting], from_zero=True, weight=0.8),
     ]
     shown = figure(rows, STEP, row_px=160)
     return Chart(id="shares", title=title, about=about, figure=shown)
@@ -89,16 +86,19 @@ def spread_chart(record: Record) -> Chart:
     about = f"Median {words.seconds(statistics.median(times))}; without the first steps after a start."
     if beyond:
         about += f" Not drawn: {words.plural(len(beyond), 'step')} of up to {words.seconds(max(beyond))}."
+    unit, scale = words.time_unit(high)
     bars: Trace = {
         "type": "bar",
-        "x": [round(low + (index + 0.5) * width, 6) for index in range(BINS)],
+        "x": [float(f"{scale * (low + (index + 0.5) * width):.6g}") for index in range(BINS)],
         "y": counts,
-        "width": width,
+        "width": scale * width,
         "marker": {"color": color(0)},
         "name": "steps",
-        "hovertemplate": "%{y} steps of about %{x:.3~g} s<extra></extra>",
+        "hovertemplate": f"%{{y}} steps of about %{{x:.3~r}} {unit}<extra></extra>",
     }
-    shown = figure([Row(title="steps", traces=[bars])], "seconds a step", row_px=300, legend=False)
+    shown = figure(
+        [Row(title="steps", traces=[bars], counts=True)], f"time of a step, {unit}", row_px=300, legend=False
+    )
     shown["layout"] |= {"hovermode": "closest", "bargap": 0.02}
     return Chart(id="spread", title=title, about=about, figure=shown)
 
@@ -120,9 +120,8 @@ def ranks_chart(record: Record) -> Chart:
     ):
         columns = by_rank(lines, key)
         if columns:
-            rows.append(
-                Row(title=f"{name}, seconds", tick_format="~g", traces=[_boxes(name, columns, color((0, 5, 1)[index]))])
-            )
+            unit, boxes = _boxes(name, columns, color((0, 5, 1)[index]))
+            rows.append(Row(title=f"{name}, {unit}", traces=[boxes]))
     shown = figure(rows, "rank", row_px=130, legend=False)
     shown["layout"] |= {"hovermode": "closest"}
     shown["layout"]["xaxis"] |= {"dtick": 1 if len(by_rank(lines, "forward_s")) <= 16 else None}
@@ -139,13 +138,14 @@ def by_rank(lines: Sequence[Line], key: str) -> dict[int, list[float]]:
     return dict(sorted(found.items()))
 
 
-def _boxes(name: str, columns: dict[int, list[float]], tint: str) -> Trace:
-    def cut(share: float) -> list[Value]:
-        return [quantile(values, share) for values in columns.values()]
-
-    return {
+def _boxes(name: str, columns: dict[int, list[float]], tint: str) -> tuple[str, Trace]:
+    """The unit of time that suits them, and a box for each rank."""
+    shares = {"lowerfence": 0.05, "q1": 0.25, "median": 0.5, "q3": 0.75, "upperfence": 0.95}
+    cuts = {key: known(quantile(values, share) for values in columns.values()) for key, share in shares.items()}
+    unit, scale = words.time_unit(max(cuts["upperfence"]))
+    return unit, {
         **{"type": "box", "name": name, "x": list(columns), "marker": {"color": tint}, "line": {"width": 1.4}},
-        **{"lowerfence": cut(0.05), "q1": cut(0.25), "median": cut(0.5), "q3": cut(0.75), "upperfence": cut(0.95)},
+        **{key: [float(f"{scale * value:.4g}") for value in values] for key, values in cuts.items()},
     }
 
 
@@ -181,15 +181,14 @@ def phase_chart(record: Record) -> Chart:
     names = list(found)[::-1]
     whole = sum(found.values()) or 1.0
     texts = [f"{words.duration(found[name])}, {words.percent(found[name] / whole)}" for name in names]
-    minutes = max(found.values()) >= 180
+    longest = max(found.values())
+    unit, seconds = next(entry for entry in UNITS if longest >= 3 * entry[1] or entry[1] == 1)
     bars: Trace = {
         **{"type": "bar", "orientation": "h", "y": [label(name) for name in names], "marker": {"color": color(0)}},
-        "x": [round(found[name] / (60 if minutes else 1), 3) for name in names],
+        "x": [round(found[name] / seconds, 3) for name in names],
         **{"text": texts, "textposition": "auto", "cliponaxis": False, "hovertemplate": "%{y}: %{text}<extra></extra>"},
     }
-    shown = figure(
-        [Row(title="", traces=[bars])], "minutes" if minutes else "seconds", row_px=40 + 34 * len(names), legend=False
-    )
+    shown = figure([Row(title="", traces=[bars])], unit, row_px=40 + 34 * len(names), legend=False)
     shown["layout"] |= {"hovermode": "closest", "annotations": []}
     shown["layout"]["yaxis"] = {"type": "category", "automargin": True, "ticksuffix": " "}
     return Chart(id="phases", title=title, about="Of rank 0, from start to end.", figure=shown)

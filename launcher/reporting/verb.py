@@ -50,7 +50,8 @@ def main(argv: Sequence[str]) -> int:
     if options.open:
         import webbrowser
 
-        webbrowser.open(path.resolve().as_uri())
+        if not webbrowser.open(path.resolve().as_uri()):
+            print("  no browser was found here; open that file in yours")
     return ExitCode.OK
 
 

@@ -22,26 +22,49 @@ def count(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
 
 
+def loss(value: float | None) -> str:
+    """A loss with four places, or two digits of one that has none there.
+
+    Example:
+        >>> loss(2.71828), loss(0.0), loss(0.0000023)
+        ('2.7183', '0.0000', '2.3e-06')
+    """
+    return plain(value, ".2g" if value and abs(value) < 5e-4 else ".4f")
+
+
 def gib(value: float | None) -> str:
     """GiB with its unit."""
     return NONE if value is None else f"{value:.3g} GiB" if value < 10 else f"{value:.1f} GiB"
 
 
 def percent(share: float | None) -> str:
-    """A share of one as per cent."""
-    return NONE if share is None else f"{100 * share:.1f} %"
+    """A share of one as per cent.
+
+    Example:
+        >>> percent(0.1234), percent(0.0), percent(0.00002)
+        ('12.3 %', '0.0 %', '< 0.1 %')
+    """
+    if share is None:
+        return NONE
+    return "< 0.1 %" if 0 < share < 0.0005 else f"{100 * share:.1f} %"
+
+
+def time_unit(value: float) -> tuple[str, float]:
+    """The unit that suits a time of some seconds, and how many of it make a second."""
+    return ("s", 1.0) if value >= 0.1 or value <= 0 else ("ms", 1e3) if value >= 1e-4 else ("µs", 1e6)
 
 
 def seconds(value: float | None) -> str:
     """A short time with a fitting unit.
 
     Example:
-        >>> seconds(0.0123), seconds(1.5), seconds(90)
-        ('12.3 ms', '1.5 s', '90 s')
+        >>> seconds(0.0000613), seconds(0.0123), seconds(1.5), seconds(90), seconds(1234)
+        ('61.3 µs', '12.3 ms', '1.5 s', '90 s', '20 min 34 s')
     """
-    if value is None:
-        return NONE
-    return f"{1000 * value:.3g} ms" if value < 0.1 else f"{value:.3g} s"
+    if value is None or value >= 999:
+        return duration(value)
+    unit, number = time_unit(value)
+    return f"{number * value:.3g} {unit}"
 
 
 def duration(value: float | None) -> str:

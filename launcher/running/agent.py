@@ -489,7 +489,7 @@ class Wire:
         self.host = host
         self.closed = False
         self._received = b""
-        self.unsent = b""
+        self.unsent = bytearray()  # bytes would be copied with every event, and a suspended supervisor leaves many
         os.set_blocking(1, False)
 
     def emit(self, event: str, **fields: Any) -> None:
@@ -504,11 +504,11 @@ class Wire:
         """Send what can be sent; a reader that is gone is no error."""
         try:
             while self.unsent:
-                self.unsent = self.unsent[os.write(1, self.unsent) :]
+                del self.unsent[: os.write(1, self.unsent)]
         except BlockingIOError:
             pass
         except OSError:
-            self.unsent = b""
+            self.unsent.clear()
 
     def messages(self, wait_s: float | None) -> list[dict[str, Any]]:
         """The messages that arrive within `wait_s`; sets `closed` at the end of input."""

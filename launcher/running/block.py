@@ -40,7 +40,7 @@ def _headline(snapshot: Snapshot, columns: int, now: float, ascii_only: bool) ->
     elapsed = render_clock(now - snapshot.started)
     total = snapshot.total
     if snapshot.step is None or not total:
-        return Text.assemble((snapshot.phase, "bold"), f"  {elapsed}")
+        return Text.assemble((snapshot.phase, "bold"), f"  {elapsed} elapsed")
     epoch = snapshot.step.get("epoch")
     parts = [
         (0, snapshot.phase),
@@ -48,8 +48,8 @@ def _headline(snapshot: Snapshot, columns: int, now: float, ascii_only: bool) ->
         (2, f"{snapshot.done / total:.0%}"),
         (0, f"{snapshot.done}/{total}"),
         (4, f"epoch {epoch:.2f}" if isinstance(epoch, int | float) else ""),
-        (3, elapsed),
-        (1, render_time(snapshot.seconds_left(now))),
+        (3, f"{elapsed} elapsed"),
+        (1, "" if snapshot.phase == "ended" else render_time(snapshot.seconds_left(now))),
     ]
     phase, *rest = fitting(parts, columns)
     line = Text(phase, style="bold")

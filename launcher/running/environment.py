@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -86,7 +87,9 @@ def _machine() -> dict[str, str]:
     for number, gpu in enumerate(gpus):
         name, memory, driver = (word.strip() for word in gpu.split(","))
         found[f"gpu {number}"] = f"{name}, {memory}, driver {driver}"
-    return found if gpus else {**found, "gpu": "none that nvidia-smi tells of"}
+    if not gpus:
+        found["gpu"] = "none that nvidia-smi names" if shutil.which("nvidia-smi") else "none: there is no nvidia-smi"
+    return found
 
 
 def _memory() -> str:
@@ -117,7 +120,18 @@ def _chosen(packages: dict[str, str]) -> dict[str, str]:
 
 
 def _variables() -> dict[str, str]:
-    return masked({name: value for name, value in sorted(os.environ.items()) if VARIABLES.fullmatch(name)})
+    found = {name: value for name, value in sorted(os.environ.items()) if VARIABLES.fullmatch(name)}
+    return {name: _printable(value) for name, value in masked(found).items()}
+
+
+def _printable(text: str) -> str:
+    """The text with escapes for line ends, control characters, and bytes that are no UTF-8, which files cannot hold.
+
+    Example:
+        >>> print(_printable("INFO\\n\\udcff"))
+        INFO\\n\\udcff
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _output(*argv: str) -> str:

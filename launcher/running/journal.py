@@ -50,19 +50,19 @@ def inside(value: Any, *keys: str) -> Any:
 
 def evaluations(run: RunDir) -> list[Line]:
     """The evaluations of a run by step; of a step that a resumed run took again, the last."""
-    lines = [line for line in JsonTail(run.metrics).read() if line.get("kind") == "eval"]
+    lines = [line for line in JsonTail(run.metrics).read() if _is(line, "eval", "step")]
     return [line for _, line in sorted({line["step"]: line for line in lines}.items())]
 
 
 def last_step(run: RunDir) -> Line | None:
     """The last training step that was written down."""
-    steps = [line for line in JsonTail(run.metrics).read() if line.get("kind") == "step"]
+    steps = [line for line in JsonTail(run.metrics).read() if _is(line, "step", "step", "total_steps")]
     return steps[-1] if steps else None
 
 
 def eval_scores(line: Line) -> dict[str, float]:
     """The metrics of an evaluation line, without their prefix."""
-    return {key[5:]: value for key, value in line.items() if key.startswith("eval/") and value is not None}
+    return {key[5:]: value for key, value in line.items() if key.startswith("eval/") and isinstance(value, int | float)}
 
 
 def rank_statuses(run: RunDir) -> dict[int, Line]:
@@ -82,9 +82,14 @@ def short_path(path: str | Path) -> str:
     return str(path) if relative.startswith("..") else relative
 
 
+def _is(line: Line, kind: str, *counts: str) -> bool:
+    """Whether a line is of this kind and whole: has its counts."""
+    return line.get("kind") == kind and all(isinstance(line.get(name), int) for name in counts)
+
+
 def _parse(text: bytes) -> Line | None:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import signal
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from launcher.rundir import RunDir, complete_checkpoints, write_json
 from launcher.running.journal import eval_scores, evaluations, last_step, short_path
-from launcher.running.verdict import Failure, Tally, Verdict
+from launcher.running.verdict import Failure, Tally, Verdict, signal_name
 
 
 def write_outcome(run: RunDir, verdict: Verdict, tally: Tally, *, started: float, ended: float, metric: str) -> None:
@@ -58,7 +57,7 @@ def render_end(run: RunDir, verdict: Verdict, tally: Tally, metric: str) -> str:
     if run.report.exists():
         lines.append(f"  report  {short_path(run.report)}")
     if verdict.status != "done" and checkpoint:
-        lines.append(f"  resume  python -m launcher resume {short_path(run.path)}   (from {checkpoint.name})")
+        lines.append(f"  resume  {resume_command(run, checkpoint)}")
     return "\n".join(lines)
 
 
@@ -73,13 +72,20 @@ def eval_table(run: RunDir, metric: str) -> list[str]:
         columns[f"best (step {best['step']})"] = best
     if len(lines) > 1:
         columns[f"end (step {lines[-1]['step']})"] = lines[-1]
-    names = list(eval_scores(lines[-1]))
+    names = list(dict.fromkeys(name for line in columns.values() for name in eval_scores(line)))
+    if not names:
+        return []  # no score of any evaluation was a finite number
     width = max(len(name) for name in names)
     rows = [f"  {'':{width}}" + "".join(f"  {head:>16}" for head in columns)]
     for name in names:
         cells = (eval_scores(line).get(name) for line in columns.values())
         rows.append(f"  {name:{width}}" + "".join(f"  {'-' if c is None else format(c, '.4f'):>16}" for c in cells))
     return rows
+
+
+def resume_command(run: RunDir, checkpoint: Path) -> str:
+    """What to type to go on, and from where that is."""
+    return f"python -m launcher resume {short_path(run.path)}   (from {checkpoint.name})"
 
 
 def steps_done(run: RunDir, statuses: dict[int, dict[str, Any]]) -> int:
@@ -124,7 +130,7 @@ def _failure_lines(failures: tuple[Failure, ...]) -> list[str]:
 
 def _failure_data(failure: Failure) -> dict[str, Any]:
     data = {f.name: getattr(failure, f.name) for f in dataclasses.fields(failure)}
-    name = signal.Signals(failure.signal).name if failure.signal is not None else None
+    name = signal_name(failure.signal) if failure.signal is not None else None
     return {**data, "time": _timestamp(failure.time), "signal_name": name, "text": failure.headline()}
 
 

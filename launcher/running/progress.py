@@ -11,7 +11,6 @@ from typing import IO, Any, Protocol
 from launcher.rundir import RunDir
 from launcher.running.curve import Curve
 from launcher.running.journal import JsonTail, Line, eval_scores, inside, read_plan, short_path
-from launcher.streams import silence
 
 PLAIN_EVERY_S = 10.0
 RATE_STEPS = 5  # the time left is told from the pace of so many steps on
@@ -76,14 +75,30 @@ class Progress:
         self._run = run
         self._metrics = JsonTail(run.metrics, from_end=True)  # a resumed run has a past
         self._events = JsonTail(run.events, from_end=True)
+        self._failed = False
         self.snapshot.metric = str(inside(read_plan(run), "config", "eval", "metric") or self.snapshot.metric)
 
     def update(self, statuses: dict[int, dict[str, Any]]) -> None:
-        """Take in what was written since, and show it. `statuses` are the state files of the ranks."""
+        """Take in what was written since, and show it. `statuses` are the state files of the ranks.
+
+        Never raises: that would end the run.
+        """
         for line in self._events.read():
-            self._take_event(line)
+            self._guarded(self._take_event, line)
         for line in self._metrics.read():
-            self._take_metrics(line)
+            self._guarded(self._take_metrics, line)
+        self._guarded(self._show, statuses)
+
+    def _guarded(self, action: Callable[[Any], None], value: Any) -> None:
+        """Do without what cannot be shown, whatever a line holds; a person hears of it once."""
+        try:
+            action(value)
+        except Exception as error:
+            if not self._failed:
+                self._failed = True
+                self.display.say(f"warning: not all can be shown: {type(error).__name__}: {error}; the run goes on")
+
+    def _show(self, statuses: dict[int, dict[str, Any]]) -> None:
         if statuses:
             self.snapshot.phase = str(statuses[min(statuses)].get("phase", ""))
         self.snapshot.statuses = statuses
@@ -118,6 +133,10 @@ class Progress:
         elif event == "resumed":
             self._take_past(line)
             self._say(f"resumed after step {line.get('step')} from {_shown(line)}")
+        elif event == "profile":
+            for path in line.get("paths") or ():
+                self._say(f"profile: {short_path(self._run.path / path)}")
+            self._say(f"to open it: {line.get('open')}")
         elif event in SENTENCES:
             self._say(SENTENCES[event](line))
 
@@ -192,15 +211,9 @@ def render_time(seconds: float | None) -> str:
     return "" if seconds is None else f"{render_clock(seconds)} left"
 
 
-def _profiled(line: Line) -> str:
-    paths = ", ".join(map(str, line.get("paths") or ()))
-    return f"profiled with {line.get('tool')}: {paths}   ({line.get('open')})"
-
-
 SENTENCES: dict[str, Callable[[Line], str]] = {
     "checkpoint": lambda line: f"saved step {line.get('step')}: {_shown(line)}",
     "export": lambda line: f"exported: {_shown(line)}",
-    "profile": _profiled,
     "tracker": lambda line: f"{line.get('name')}: {line.get('where')}",
 }
 
@@ -249,44 +262,9 @@ class PlainDisplay:
         """Nothing to put back."""
 
 
-class SafeStream:
-    """A text stream whose reader may leave (a closed terminal, `| head`) without ending the supervisor."""
-
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        """Write what can be written; once that fails, nothing more is shown."""
-        try:
-            return self._stream.write(text)
-        except OSError:
-            silence(self._stream)
-            return len(text)
-
-    def flush(self) -> None:
-        """Likewise."""
-        try:
-            self._stream.flush()
-        except OSError:
-            silence(self._stream)
-
-    def isatty(self) -> bool:
-        """Whether a person looks at it."""
-        return self._stream.isatty()
-
-    @property
-    def encoding(self) -> str:
-        """Of the stream; rich asks for it."""
-        return getattr(self._stream, "encoding", None) or "utf-8"
-
-    def fileno(self) -> int:
-        """Of the stream; rich asks it for the size of the terminal."""
-        return self._stream.fileno()
-
-
 def make_display(out: IO[str]) -> Display:
     """A live display in a terminal that can redraw, a plain one elsewhere."""
-    if not out.isatty() or os.environ.get("TERM", "dumb") == "dumb":
+    if not out.isatty() or os.environ.get("TERM") in (None, "", "dumb"):
         return PlainDisplay(out)
 
     from launcher.running.live import LiveDisplay  # it imports rich, which a pipe does without

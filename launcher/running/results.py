@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launcher.errors import ConfigError
 from launcher.planning.describe import table
 from launcher.reporting.numbers import summarise
-from launcher.reporting.record import read_record
+from launcher.reporting.record import Record, read_record
 from launcher.rundir import RunDir
-from launcher.running.journal import last_step
+from launcher.running.journal import last_step, short_path
 from launcher.running.state import read_object
+from launcher.running.verdict import signal_name
 
 # In the order of the table: what can be compared stands first, what needs a look last.
 STATUSES = ("done", "running", "waiting", "not started", "stopped", "failed", "invalid")
 NUMBERS = {
-    "loss": (".4f", "loss"),
+    "loss": (".4f", "loss, last tenth"),  # of the steps, their mean
     "tokens_per_s": (",.0f", "tokens/s"),
     "queries_per_s": (",.1f", "queries/s"),
     "memory_gib": (".1f", "GiB"),
@@ -32,11 +32,16 @@ _CODES = {
 
 
 def read_numbers(run: RunDir, metric: str) -> dict[str, float | None]:
-    """The numbers of one job: the best value of `metric`, final loss, steady speed, largest memory."""
+    """The numbers of one job; empty when it never came to a plan."""
     try:
-        found = summarise(read_record(run), metric)  # as the report shows them
-    except ConfigError:  # it never came to a plan
+        return numbers_of(read_record(run), metric)
+    except ConfigError:
         return {}
+
+
+def numbers_of(record: Record, metric: str) -> dict[str, float | None]:
+    """The best value of `metric`, final loss, steady speed, largest memory, as the report shows them."""
+    found = summarise(record, metric)
     return {
         **({} if metric in NUMBERS else {metric: found.best}),
         "loss": found.final_loss,
@@ -54,7 +59,7 @@ def read_ending(run: RunDir, code: int) -> tuple[str, str]:
         return "failed", error.problems[0].text
     status = outcome.get("status")
     if code < 0:
-        return "failed", f"its launching process was killed by {signal.Signals(-code).name}"
+        return "failed", f"its launching process was killed by {signal_name(-code)}"
     if status == "done" and code == 0:
         return "done", ""
     if status in ("stopped", "interrupted"):
@@ -70,19 +75,31 @@ def read_ending(run: RunDir, code: int) -> tuple[str, str]:
 def result_line(entry: Mapping[str, Any], metric: str) -> str:
     """One job that is over, in one line."""
     found = entry["numbers"]
-    shown = [f"{metric} {found[metric]:.4f}"] if metric not in NUMBERS and found.get(metric) is not None else []
-    for name, (form, unit) in NUMBERS.items():
-        if found.get(name) is not None:
-            number = format(found[name], form)
-            shown.append(f"loss {number}" if name == "loss" else f"{number} {unit}")
+    names = [*([metric] if metric not in NUMBERS else []), *NUMBERS]
+    shown = [_said(name, found[name]) for name in names if found.get(name) is not None]
     swept = " ".join(f"{key}={value}" for key, value in entry["differs"].items())
     head = [f"job {entry['number']}", *([swept] if swept else []), entry["status"]]
     return "  ".join([*head, *shown, duration(entry["seconds"]), *([entry["reason"]] if entry["reason"] else [])])
 
 
+def _said(name: str, value: float) -> str:
+    form, unit = NUMBERS.get(name, (".4f", ""))
+    number = format(value, form)
+    return f"loss {number} (last tenth)" if name == "loss" else f"{number} {unit}" if unit else f"{name} {number}"
+
+
+def best_line(data: Mapping[str, Any], folder: RunDir) -> list[str]:
+    """The job that is done with the best number; nothing when none has one."""
+    metric, best = data["metric"], min(data["jobs"], key=lambda entry: rank(entry, data["metric"]))
+    value = best["numbers"].get(metric)
+    if best["status"] != "done" or value is None:
+        return []
+    return [f"  best    {short_path(folder.path / best['folder'])}   ({_said(metric, value)})"]
+
+
 def result_table(data: Mapping[str, Any], folder: RunDir) -> list[str]:
     """Every job of a sweep.json, the best first, those that failed last."""
-    metric, jobs = data["metric"], sorted(data["jobs"], key=lambda entry: _rank(entry, data["metric"]))
+    metric, jobs = data["metric"], sorted(data["jobs"], key=lambda entry: rank(entry, data["metric"]))
     swept = list(dict.fromkeys(key for entry in jobs for key in entry["differs"]))
     own = [metric] if metric not in NUMBERS else []
     head = ["job", *swept, "status", *own, *(unit for _, unit in NUMBERS.values()), "time", ""]
@@ -91,7 +108,8 @@ def result_table(data: Mapping[str, Any], folder: RunDir) -> list[str]:
     return table(rows, right=(0, *numbers))
 
 
-def _rank(entry: Mapping[str, Any], metric: str) -> tuple[Any, ...]:
+def rank(entry: Mapping[str, Any], metric: str) -> tuple[Any, ...]:
+    """Place of a job: what is done first, then by its number of `metric`."""
     value = entry["numbers"].get(metric)
     better = 0.0 if value is None else value if metric == "loss" else -value
     return STATUSES.index(entry["status"]), value is None, better, entry["number"]

@@ -16,21 +16,22 @@ from typing import IO, Any, cast
 
 from launcher.errors import ExitCode, MachineError
 from launcher.planning.command import node_launcher_argv
-from launcher.reporting.page import write_report
 from launcher.rundir import RunDir, append_json
 from launcher.running.agent import Order, kill_run
 from launcher.running.folder import claim, write_files
 from launcher.running.journal import short_path
 from launcher.running.outcome import render_end, write_outcome
 from launcher.running.preflight import preflight
-from launcher.running.progress import Display, Progress, SafeStream, make_display
+from launcher.running.progress import Display, Progress, make_display
 from launcher.running.tracking import Tracking
 from launcher.running.transport import LOST, Event, Link, find_transport
-from launcher.running.verdict import Tally, judge
+from launcher.running.verdict import Tally, judge, signal_name
 from launcher.spec import RunPlan
+from launcher.streams import SafeStream
 
 TICK_S = 0.25
 STUCK_S = 40.0  # an agent that was told to kill and does not report is ended too
+REPORT_S = 600.0  # for the page of a run of weeks
 
 
 def run_plan(plan: RunPlan, *, config_yaml: str, overrides: Sequence[str]) -> int:
@@ -151,19 +152,48 @@ def supervise(order: Order, stop: StopSignals, out: IO[str], *, metric: str) -> 
         write_outcome(run, verdict, tally, started=started, ended=time.time(), metric=metric)
     except OSError as error:  # a full disk must not hide the verdict
         print(f"{short_path(run.outcome)} cannot be written: {error}", file=out)
-    for sentence in [*tracking.finish(), *_report(run)]:
+    asked = min(stop.count, 1)  # after that, each signal more says that nobody wants to wait
+
+    def in_a_hurry() -> bool:
+        return stop.count > asked
+
+    for sentence in [*tracking.finish(in_a_hurry), *make_report(run, in_a_hurry)]:
         print(sentence, file=out)
     print(render_end(run, verdict, tally, metric), file=out, flush=True)
     return int(verdict.exit_code)
 
 
-def _report(run: RunDir) -> list[str]:
-    """Write report.html; a sentence when that fails, since a run that is through must not fail for its page."""
+def make_report(run: RunDir, in_a_hurry: Callable[[], bool]) -> list[str]:
+    """Write report.html of a run or sweep; a sentence when that fails.
+
+    By a process of its own: the page of a long run may take minutes or all memory, and what is through must not fail
+    for its page.
+    """
     try:
-        write_report(run)
-    except Exception as error:
-        return [f"no report: {type(error).__name__}: {error}   (python -m launcher report {short_path(run.path)})"]
-    return []
+        why = _report_failure(run, in_a_hurry)
+    except OSError as error:  # no more processes
+        why = str(error)
+    return [f"no report: {why}   (python -m launcher report {short_path(run.path)})"] if why else []
+
+
+def _report_failure(run: RunDir, in_a_hurry: Callable[[], bool]) -> str:
+    argv = [sys.executable, "-m", "launcher", "report", str(run.path)]
+    null, deadline = subprocess.DEVNULL, time.monotonic() + REPORT_S
+    with subprocess.Popen(
+        argv, stdin=null, stdout=null, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
+    ) as process:
+        while True:
+            try:
+                _, errors = process.communicate(timeout=TICK_S)
+                break
+            except subprocess.TimeoutExpired:
+                if in_a_hurry() or time.monotonic() > deadline:
+                    process.kill()
+    if process.returncode < 0:
+        return f"its process was ended by {signal_name(-process.returncode)}"
+    lines = [line.strip() for line in errors.splitlines()]
+    # A problem begins with its title; a traceback comes before what is said of a mistake of the launcher.
+    return " ".join(lines[:2] if process.returncode != ExitCode.INTERNAL else lines[-2:]) if process.returncode else ""
 
 
 def _watch(order: Order, tally: Tally, stop: StopSignals, display: Display) -> None:

@@ -19,16 +19,15 @@ from launcher.errors import ConfigError, ExitCode, MachineError, Problem
 from launcher.planning import grammar, sweeps
 from launcher.planning.memory import disk_bytes
 from launcher.planning.sweeps import Job
-from launcher.reporting.compare import write_sweep_report
 from launcher.rundir import SWEEP, RunDir, write_atomic, write_json
 from launcher.running.agent import PR_SET_PDEATHSIG, find_run, kill_run
 from launcher.running.folder import make_new
 from launcher.running.journal import short_path
-from launcher.running.progress import SafeStream
-from launcher.running.results import read_ending, read_numbers, result_line, result_table
-from launcher.running.supervise import TICK_S, StopSignals
+from launcher.running.results import best_line, read_ending, read_numbers, result_line, result_table
+from launcher.running.supervise import TICK_S, StopSignals, make_report
 from launcher.running.supervisor import read_supervisor, write_supervisor
 from launcher.running.sweep_plan import Planned, check_machine, plan_sweep
+from launcher.streams import SafeStream
 
 STUCK_S = 60.0  # a job that was told twice to end and does not is killed
 TABLE = "table.txt"
@@ -100,12 +99,20 @@ class Sweep:
         left = self._clear(run)
         entry["status"], entry["reason"] = read_ending(run, code)
         entry.update(exit_code=code, seconds=round(time.monotonic() - started, 1))
-        entry["numbers"] = read_numbers(run, self.metric)
+        entry["numbers"] = self._numbers(run)
         self._save()
         self._say(result_line(entry, self.metric))
         if left:
             self._say(f"processes {left} of it do not die, so no other job is started")
         return not left
+
+    def _numbers(self, run: RunDir) -> dict[str, float | None]:
+        """What the job reached; nothing, with a sentence, when its files hold what cannot be added up."""
+        try:
+            return read_numbers(run, self.metric)
+        except Exception as error:  # the other jobs must not pay for it
+            self._say(f"no numbers: {type(error).__name__}: {error}")
+            return {}
 
     def _wait(self, process: subprocess.Popen[bytes]) -> int:
         """The exit code of a job; each request to stop is passed on once."""
@@ -148,7 +155,10 @@ class Sweep:
             write_atomic(self.folder.path / TABLE, "\n".join([*lines, ""]))
         except OSError:
             pass  # sweep.json was refused too, and said so
-        self._say(f"  sweep   {short_path(self.folder.path)}", *_report(self.folder))
+        self._say(f"  sweep   {short_path(self.folder.path)}", *best_line(self.data, self.folder))
+        asked = self.stop.count
+        report = f"  report  {short_path(self.folder.report)}"
+        self._say(*(make_report(self.folder, lambda: self.stop.count > asked) or [report]))
         return code
 
     def _save(self) -> None:
@@ -254,14 +264,6 @@ def _greeting(planned: Planned, folder: RunDir) -> list[str]:
             f"and {free / 1e9:,.1f} GB are free (checkpoint.keep_last=1, checkpoint.export=false)"
         )
     return lines
-
-
-def _report(folder: RunDir) -> list[str]:
-    """Write report.html over all jobs; a sentence when that fails, since it must not change what the sweep became."""
-    try:
-        return [f"  report  {short_path(write_sweep_report(folder))}"]
-    except Exception as error:
-        return [f"no report: {type(error).__name__}: {error}"]
 
 
 def _now() -> str:

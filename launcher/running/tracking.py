@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from launcher.planning.checks import TRACKERS
@@ -15,6 +16,8 @@ from launcher.running.journal import JsonTail, inside, read_plan, short_path
 from launcher.running.trackers import ALWAYS
 
 PATIENCE_S = 15.0  # at the end of a run, for what was not sent yet
+POLL_S = 0.05
+KILLED_S = 2.0  # after SIGKILL; a process stuck in a driver or file system does not die
 
 
 @dataclass(slots=True)
@@ -41,13 +44,18 @@ class Tracking:
                 tracking.said.append(f"{name}: not started: {error}")
         return tracking
 
-    def finish(self) -> list[str]:
-        """Wait a little until everything is handed over; sentences for the person about what did not work."""
+    def finish(self, in_a_hurry: Callable[[], bool] = lambda: False) -> list[str]:
+        """Wait a little until everything is handed over, less when somebody is in a hurry.
+
+        Returns sentences for the person about what did not work.
+        """
         for process in self._processes.values():
             assert process.stdin is not None
             process.stdin.close()
-        deadline = time.monotonic() + PATIENCE_S
-        late = [name for name, process in self._processes.items() if not _has_ended(process, deadline)]
+        began = time.monotonic()
+        deadline = began + PATIENCE_S
+        late = [name for name, process in self._processes.items() if not _has_ended(process, deadline, in_a_hurry)]
+        waited = f"{time.monotonic() - began:.0f} s"
         for name in late:
             _kill(self._processes[name])
         told = [line for line in self._events.read() if line.get("event") == "warning" and line.get("tracker")]
@@ -57,7 +65,7 @@ class Tracking:
             if process.returncode != 0 and name not in heard:
                 log = short_path(self.run.logs / "tracking.log")
                 self.said.append(f"{name}: its process ended with exit code {process.returncode}: {log}")
-        self.said += [f"{name}: not all was sent within {PATIENCE_S:.0f} s; {_later(self.run, name)}" for name in late]
+        self.said += [f"{name}: not all was sent within {waited}; {_later(self.run, name)}" for name in late]
         return self.said
 
 
@@ -73,11 +81,13 @@ def _start(run: RunDir, name: str) -> subprocess.Popen[bytes]:
         )
 
 
-def _has_ended(process: subprocess.Popen[bytes], deadline: float) -> bool:
-    try:
-        process.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        return False
+def _has_ended(
+    process: subprocess.Popen[bytes], deadline: float, in_a_hurry: Callable[[], bool] = lambda: False
+) -> bool:
+    while process.poll() is None:
+        if time.monotonic() >= deadline or in_a_hurry():
+            return False
+        time.sleep(POLL_S)
     return True
 
 
@@ -86,7 +96,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
-    process.wait()
+    _has_ended(process, time.monotonic() + KILLED_S)
 
 
 def _later(run: RunDir, name: str) -> str:

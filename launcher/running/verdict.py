@@ -20,7 +20,7 @@ CASCADE_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 CASCADE_TEXT = re.compile(
     r"closed by peer|reset by peer|broken pipe|NCCL error|ncclRemoteError|ncclSystemError|timed out|watchdog", re.I
 )
-SIGNAL_MEANINGS = {
+SIGNAL_MEANINGS: dict[int, str] = {
     signal.SIGKILL: "killed, most likely by the kernel for lack of host memory",
     signal.SIGSEGV: "segmentation fault in native code",
     signal.SIGBUS: "bus error, often a full /dev/shm or disk",
@@ -67,8 +67,8 @@ class Failure:
             kind = "" if self.by_user else f"{self.error.get('type')}: "
             return f"{self.who} failed: {kind}{first}"
         if self.signal is not None:
-            meaning = SIGNAL_MEANINGS.get(signal.Signals(self.signal), "")
-            why = f"{signal.Signals(self.signal).name}{f': {meaning}' if meaning else ''}"
+            meaning = SIGNAL_MEANINGS.get(self.signal, "")
+            why = f"{signal_name(self.signal)}{f': {meaning}' if meaning else ''}"
             return f"{self.who} died of {why}{f' ({self.note})' if self.note else ''}"
         code = "unknown" if self.exit_code is None else self.exit_code
         return f"{self.who} left with exit code {code}{f' {self.note}' if self.note else ''}"
@@ -229,6 +229,19 @@ def _failure_code(first: Failure, tally: Tally) -> int:
     if first.rank is None and not tally.statuses and not tally.exits and not tally.lost:
         return ExitCode.MACHINE  # DeepSpeed itself could not start
     return ExitCode.TRAINING
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal; most of the real-time ones have none.
+
+    Example:
+        >>> signal_name(9), signal_name(40)
+        ('SIGKILL', 'signal 40')
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def tail_lines(path: Path, count: int) -> list[str]:

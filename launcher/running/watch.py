@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,8 +13,8 @@ from typing import Any
 from launcher.errors import ConfigError, ExitCode, MachineError, Problem
 from launcher.rundir import SWEEP, RunDir, complete_checkpoints
 from launcher.running.agent import Process, kill_run, send
-from launcher.running.journal import evaluations, last_step, rank_statuses, short_path
-from launcher.running.outcome import steps_done
+from launcher.running.journal import eval_scores, evaluations, inside, last_step, rank_statuses, read_plan, short_path
+from launcher.running.outcome import exported, last_checkpoint, resume_command, steps_done
 from launcher.running.progress import render_numbers, render_scores
 from launcher.running.state import (
     LATEST,
@@ -39,7 +40,7 @@ MARKS = ("error", "traceback", "exception", "fatal", "killed", "out of memory", 
 def main(verb: str, argv: Sequence[str]) -> int:
     """Run `status`, `logs` or `stop` with its arguments; the exit code. Raises LauncherError."""
     parser = argparse.ArgumentParser(prog=f"python -m launcher {verb}", description=DESCRIPTIONS[verb])
-    parser.add_argument("run", nargs="?" if verb != "stop" else None, help="run folder, its name, or `latest`")
+    parser.add_argument("run", nargs="?", help="run folder, its name, or `latest`")
     parser.add_argument("--root", default=RUNS, help="folder of run folders (default: %(default)s)")
     if verb == "logs":
         parser.add_argument("-f", "--follow", action="store_true", help="go on as lines are written")
@@ -59,8 +60,8 @@ def status(options: argparse.Namespace) -> int:
     if not runs:
         print(f"no run in {Path(options.root).absolute()}")
         return ExitCode.OK
-    rows = [("run", "state", "step", "loss"), *(_row(run) for run in runs)]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    rows = [("run", "state", "step", "loss", "last evaluation"), *(_row(run) for run in runs)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     return ExitCode.OK
@@ -82,23 +83,31 @@ def _sweep_details(run: RunDir) -> list[str]:
         return [*lines, f"{run.path / SWEEP} is damaged, or of another version"]
 
 
-def _row(run: RunDir) -> tuple[str, str, str, str]:
+def _row(run: RunDir) -> tuple[str, ...]:
     try:
         return _healthy_row(run)
     except ConfigError:  # one damaged folder must not hide the others; `status RUN` tells what is wrong
-        return run_name(run), "damaged", "-", "-"
+        return run_name(run), "damaged", "-", "-", "-"
 
 
-def _healthy_row(run: RunDir) -> tuple[str, str, str, str]:
+def _healthy_row(run: RunDir) -> tuple[str, ...]:
+    state = find_state(run).name
     if is_sweep(run):
         jobs = (read_object(run.path / SWEEP) or {}).get("jobs", [])
         done = sum(job.get("status") == "done" for job in jobs)
-        return run.path.name, find_state(run).name, f"{done}/{len(jobs)} jobs", "-"
+        return run.path.name, state, f"{done}/{len(jobs)} jobs", "-", "-"
     step = last_step(run)
     if step is None:
-        return run_name(run), find_state(run).name, "-", "-"
+        return run_name(run), state, "-", "-", _last_score(run)
     loss = "-" if step.get("loss") is None else f"{step['loss']:.4f}"
-    return run_name(run), find_state(run).name, f"{step['step']}/{step['total_steps']}", loss
+    return run_name(run), state, f"{step['step']}/{step['total_steps']}", loss, _last_score(run)
+
+
+def _last_score(run: RunDir) -> str:
+    """The metric that picks the run's best checkpoint, as it was evaluated last."""
+    metric = str(inside(read_plan(run), "config", "eval", "metric"))
+    scores = [eval_scores(line).get(metric) for line in evaluations(run)[-1:]]
+    return f"{metric} {scores[0]:.4f}" if scores and scores[0] is not None else "-"
 
 
 def _details(run: RunDir) -> list[str]:
@@ -115,7 +124,19 @@ def _details(run: RunDir) -> list[str]:
         lines.append(f"rank {rank:<2} {_rank_text(entry, state)}")
     lines += [f"saved   {short_path(folder)}" for folder in complete_checkpoints(run)]
     lines.append(f"logs    {short_path(run.logs)}")
-    return lines
+    if (export := exported(run)) is not None:
+        lines.append(f"export  {short_path(export)}")
+    if run.report.exists():
+        lines.append(f"report  {short_path(run.report)}")
+    return [*lines, *_resume_lines(run, state)]
+
+
+def _resume_lines(run: RunDir, state: State) -> list[str]:
+    """How to go on with a run that has ended before its end."""
+    checkpoint = last_checkpoint(run)
+    if checkpoint is None or not state.over or state.name == "done":
+        return []
+    return [f"resume  {resume_command(run, checkpoint)}"]
 
 
 def _rank_text(entry: dict[str, Any], state: State) -> str:
@@ -144,6 +165,8 @@ def logs(options: argparse.Namespace) -> int:
     prefix = len(files) > 1
     for path, lines, _ in tails:
         _print_lines(path, lines, prefix)
+    if options.errors and not any(lines for _, lines, _ in tails):
+        print(f"no line in {short_path(run.logs)} tells of an error", file=sys.stderr)
     if options.follow:
         _follow(run, {path: offset for path, _, offset in tails}, wanted, prefix)
     return ExitCode.OK
@@ -205,6 +228,8 @@ def _follow(run: RunDir, offsets: dict[Path, int], wanted: Callable[[str], bool]
 
 def stop(options: argparse.Namespace) -> int:
     """Ask the run to save and end, and wait until it has."""
+    if options.run is None:  # never guessed: the last run may be somebody else's
+        raise ConfigError(Problem("stop which run?", tries=("python -m launcher stop RUN",)), title="with this command")
     run = find_folder(options.run, options.root)
     state = find_state(run)
     if state.over:
@@ -223,7 +248,8 @@ def stop(options: argparse.Namespace) -> int:
         left = kill_run(_run_id(run, state.supervisor))
         if left:
             raise MachineError(Problem(f"processes {left} do not die"))
-    print(find_state(run).text)
+    state = find_state(run)
+    print("\n".join([state.text, *([] if is_sweep(run) else _resume_lines(run, state))]))
     return ExitCode.OK
 
 

@@ -57,7 +57,7 @@ def check_data(plan: RunPlan) -> dict[str, list[Group]]:
             print(_summary(split, groups, bad), flush=True)
             problems += _problems(config, split, groups, bad)
         if split == "train" and 0 < len(groups) < config.batch.global_size:
-            print(f"      fewer than batch.global_size={config.batch.global_size}: every step is a partial batch")
+            print(f"        fewer than batch.global_size={config.batch.global_size}: every step is a partial batch")
     if Path(plan.run_dir).is_dir():
         write_json(_list_file(plan), listed)
     if problems:
@@ -83,10 +83,10 @@ def check_lengths(plan: RunPlan, usable: dict[str, list[Group]]) -> None:
             print(_token_summary(plan, split, list(found.tokens.values())), flush=True)
         if found.cut:
             limit = plan.config.dataset.max_length
-            print(f"      {found.cut:,} documents cut at their end to fit dataset.max_length={limit}")
+            print(f"        {_count(found.cut, 'document')} cut to fit dataset.max_length={limit}")
         if found.tokens and found.unfit:
             named = ", ".join(groups[row].id for row in list(found.unfit)[:SHOWN])
-            print(f"      {len(found.unfit):,} rows are too long: {named}", flush=True)
+            print(f"        {_count(len(found.unfit), 'row')} too long: {named}", flush=True)
         problem = refusal(plan, found, split)
         problems += [problem] if problem else []
     if problems:
@@ -96,7 +96,7 @@ def check_lengths(plan: RunPlan, usable: dict[str, list[Group]]) -> None:
 def _token_summary(plan: RunPlan, split: str, tokens: list[int]) -> str:
     ordered, batch = sorted(tokens), plan.batch
     mean = sum(tokens) / len(tokens)
-    text = f"{split:<6}tokens a row, shared prefix once: mean {mean:,.0f}, median {ordered[len(ordered) // 2]:,}"
+    text = f"{split:<8}tokens a row, shared prefix once: mean {mean:,.0f}, median {ordered[len(ordered) // 2]:,}"
     text += f", 95 % {ordered[len(ordered) * 95 // 100]:,}, longest {ordered[-1]:,}"
     if split == "train":
         micro = math.ceil(mean * batch.global_size / (plan.world_size * batch.max_tokens))
@@ -167,14 +167,18 @@ def _summary(split: str, groups: list[Group], bad: list[BadRow]) -> str:
     documents = sum(len(group.documents) for group in groups)
     images = len(images_of(groups))
     repeats = sum(group.repeats for group in groups)
-    parts = [f"{len(groups):,} rows", f"{documents:,} documents", f"{images:,} distinct images"]
+    parts = [_count(len(groups), "row"), _count(documents, "document"), _count(images, "distinct image")]
     if images > DECODED:
         parts.append("only their headers read")
     if repeats:
-        parts.append(f"{repeats:,} repeated documents dropped")
+        parts.append(f"{_count(repeats, 'repeated document')} dropped")
     if bad:
-        parts.append(f"{len(bad):,} bad rows ({_by_kind(bad)})")
-    return f"{split:<6}{', '.join(parts)}"
+        parts.append(f"{_count(len(bad), 'bad row')} ({_by_kind(bad)})")
+    return f"{split:<8}{', '.join(parts)}"
+
+
+def _count(number: int, unit: str) -> str:
+    return f"{number:,} {unit}{'' if number == 1 else 's'}"
 
 
 def _by_kind(bad: list[BadRow]) -> str:

@@ -105,7 +105,7 @@ def _exit_code(status: RankStatus, returned: int) -> int:
     if inside["state"] == "failed":
         return int(inside["error"]["exit_code"])
     number = returned - 128 if returned > 128 else -returned
-    if number > 0:
+    if number in signal.valid_signals():
         if number != signal.SIGKILL:
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
@@ -117,11 +117,14 @@ def _tell(run: RunDir, rank: int, began: float) -> None:
     found = [f for f in sorted(run.profile.glob(f"nsys.rank{rank}.*")) if f.suffix in REPORTS]
     paths = [str(file.relative_to(run.path)) for file in found if file.stat().st_mtime >= began]
     if paths:
-        how = f"nsys-ui {paths[0]}   or   nsys stats {paths[0]}"
+        how = "nsys-ui FILE, or nsys stats FILE"
         event = {"event": "profile", "tool": "nsys", "paths": paths, "open": how}
     else:
         event = {"event": "warning", "text": f"nsys wrote no report of rank {rank}; that rank's log has nsys's words"}
-    append_json(run.events, {"time": time.time(), **event})
+    try:
+        append_json(run.events, {"time": time.time(), **event})
+    except OSError as error:  # a full disk: the rank itself has ended, perhaps well
+        print(f"{run.events} cannot be written: {error}", file=sys.stderr, flush=True)
 
 
 def _die_with_parent() -> Callable[[], object]:

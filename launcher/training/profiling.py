@@ -7,6 +7,7 @@ stopped in the middle keeps what was recorded, one that crashes keeps nothing of
 from __future__ import annotations
 
 import contextlib
+import traceback
 from contextlib import nullcontext
 from typing import Any
 
@@ -65,15 +66,27 @@ class Profile:
             return
         steps = range(self._begun, self._last + 1)
         self._steps, self._begun, self._watch.label = range(0), None, nullcontext
-        mine = self._recorder.stop(steps) if self._recorder is not None else Recording()
-        self._recorder = None
-        written = self._context.rank.gather(mine)
+        written = self._context.rank.gather(self._stop(steps))
+        for text in [one.failure for one in written if one.failure]:
+            self._log.warn(text)
         paths = [path for one in written for path in one.paths]
         if paths:
             first = next(one for one in written if one.paths)
             shown = [str(path.relative_to(self._context.folder.parent)) for path in paths]
             numbers = first.numbers or {}
             self._log.event("profile", tool=self._options.name, paths=shown, open=first.open, **numbers)
+
+    def _stop(self, steps: range) -> Recording:
+        """What this rank wrote; a full disk, or a profiler's own mistake, must not end training."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return Recording()
+        try:
+            return recorder.stop(steps)
+        except Exception as error:
+            traceback.print_exc()  # to the rank's log
+            text = f"profile={self._options.name} wrote nothing of rank {self._context.rank.rank}"
+            return Recording(failure=f"{text}: {type(error).__name__}: {error}")
 
     def _records_here(self) -> bool:
         name, rank = self._options.name, self._context.rank.rank

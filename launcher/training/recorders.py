@@ -36,6 +36,7 @@ class Recording:
     paths: tuple[Path, ...] = ()
     open: str = ""
     numbers: dict[str, float] | None = None
+    failure: str = ""  # why there are no files
 
 
 class Recorder(Protocol):
@@ -73,8 +74,11 @@ class TorchRecorder:
         trace = folder / f"{name}.steps{steps[0]}-{steps[-1]}.json.gz"
         folder.mkdir(exist_ok=True)
         aside = trace.with_name(f".{trace.name}")
-        self._profiler.export_chrome_trace(str(aside))
-        os.replace(aside, trace)
+        try:
+            self._profiler.export_chrome_trace(str(aside))
+            os.replace(aside, trace)
+        finally:
+            aside.unlink(missing_ok=True)  # a half of it would keep a full disk full
         key = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
         rows = self._profiler.key_averages().table(sort_by=key, row_limit=TABLE_ROWS, max_name_column_width=80)
         table = folder / f"{name}.txt"
@@ -152,7 +156,7 @@ class FlopsRecorder:
         lines = report.getvalue().splitlines()
         known = [line for line in lines if " of model = " not in line]  # of model parallelism, which there is none of
         write_atomic(path, self._head(steps[0]) + "\n".join(known) + "\n")
-        return Recording((path,), f"less profile/{path.name}", numbers)
+        return Recording((path,), "any text viewer", numbers)
 
     def _head(self, step: int) -> str:
         if self._module.padded:
@@ -202,7 +206,7 @@ class CommsRecorder:
             return Recording()
         path = self._context.folder / "comms.txt"
         write_atomic(path, _comms_head(steps, rank, alike) + report.getvalue())
-        return Recording((path,), "less profile/comms.txt")
+        return Recording((path,), "any text viewer")
 
 
 def _mend_comms_timers() -> None:

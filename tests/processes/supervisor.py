@@ -7,9 +7,9 @@ from pathlib import Path
 
 from launcher.rundir import RunDir
 from launcher.running.agent import Order
-from launcher.running.progress import SafeStream
 from launcher.running.supervise import StopSignals, supervise
 from launcher.running.supervisor import write_supervisor
+from launcher.streams import SafeStream
 
 run = RunDir(Path(sys.argv[1]))
 order = Order(**json.loads(Path(sys.argv[2]).read_text()))

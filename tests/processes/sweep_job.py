@@ -43,6 +43,12 @@ if deed == "done":
     step.update(tokens_per_s=100 * seed, queries_per_s=seed, memory_gib=2.0)
     (folder / "metrics.jsonl").write_text(json.dumps(step) + "\n" + json.dumps(scores) + "\n")
     outcome("done", 0)
+elif deed == "odd":
+    (folder / "plan.json").write_text("{}")
+    (folder / "metrics.jsonl").write_text(f'{{"kind": "step", "time": 1, "step": 1, "loss": 1{"0" * 400}}}\n')
+    sys.exit(4)
+elif deed.startswith("signal"):
+    os.kill(os.getpid(), int(deed[6:]))
 elif deed.isdigit():
     sys.exit(int(deed))
 elif deed == "kill":

@@ -77,6 +77,14 @@ install_torch() {
   fi
 }
 
+# A sign of life every 20 seconds, until it is killed: what pip says it is doing. Where a pipe reads our output,
+# the sleep that is left behind must not hold that open.
+say_progress() {
+  while sleep 20 >/dev/null 2>&1; do
+    say "$SECONDS s: $(grep -E '^ *(Collecting|Downloading|Processing|Building|Installing) ' "$log" | tail -n 1 | sed 's/^ *//' | cut -c 1-90)"
+  done
+}
+
 # What the end of pip's log means, in one line with what to do.
 explain_failure() {
   grep -E '^ *(ERROR|error):' "$log" | tail -n 5 >&2 || true
@@ -97,9 +105,16 @@ explain_failure() {
 install() {
   : >"$log"
   say "installing the pinned packages of requirements-test.lock (minutes, once; log: $log)"
+  say_progress &
+  progress=$!
+  disown # else bash tells of its end
+  trap 'kill "$progress" 2>/dev/null || true' EXIT
+  trap 'say "interrupted; the same command again goes on"; exit 130' INT # pip's own end looks like any failure
   install_torch
   pip_install -r requirements-test.lock || explain_failure
   pip_install --no-deps --no-build-isolation -e . || explain_failure
+  kill "$progress" 2>/dev/null || true
+  trap - EXIT INT
 }
 
 if [ "$(uname -s)" != Linux ]; then

@@ -61,6 +61,10 @@
 
   const recolor = () => plots.forEach((plot) => Plotly.relayout(plot, themed(plot.layout)));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolor);
-  addEventListener("beforeprint", recolor);
-  addEventListener("afterprint", recolor);
+  for (const [event, printing] of [["beforeprint", true], ["afterprint", false]]) {
+    addEventListener(event, () => {
+      document.documentElement.classList.toggle("printing", printing);
+      recolor();
+    });
+  }
 })();

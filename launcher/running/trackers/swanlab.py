@@ -41,7 +41,8 @@ class SwanlabRun:
         )
         self.id: str | None = self._run.id
         kept = short_path(self._run.dir)
-        self.where: str | None = self._run.url if self._run.mode == "online" else f"offline; swanlab sync {kept}"
+        later = f"offline; to upload it later: swanlab sync {kept}"
+        self.where: str | None = self._run.url if self._run.mode == "online" else later
 
     def log(self, records: Sequence[Record]) -> None:
         """Queue; a thread of swanlab sends."""

@@ -49,7 +49,7 @@ class WandbRun:
         self._run.define_metric("*", step_metric="step")
         self.id: str | None = self._run.id
         folder = short_path(self._run.settings.sync_dir)
-        self.where: str | None = self._run.url or f"offline; wandb sync {folder}"
+        self.where: str | None = self._run.url or f"offline; to upload it later: wandb sync {folder}"
 
     def log(self, records: Sequence[Record]) -> None:
         """Queue; wandb's own process sends."""
