@@ -229,7 +229,7 @@ class Agent:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=_die_with(os.getpid()),  # safe: the agent has one thread
+                preexec_fn=bound_to(os.getpid()),  # safe: the agent has one thread
             )
 
     def poll(self) -> None:
@@ -402,7 +402,7 @@ class MonitorProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,  # its last line is the reason when it dies
                 start_new_session=True,
-                preexec_fn=_die_with(os.getpid()),
+                preexec_fn=bound_to(os.getpid()),
             )
         except OSError as error:
             self._lose(str(error))
@@ -467,12 +467,12 @@ def _ending(code: int | None) -> dict[str, int | None]:
     return {"exit_code": None if killed else code, "signal": -code if code is not None and killed else None}
 
 
-def _die_with(parent: int) -> Callable[[], None]:
-    """For a child before exec: have the kernel kill it when `parent` ends."""
+def bound_to(parent: int, number: signal.Signals = signal.SIGKILL) -> Callable[[], None]:
+    """For a child before exec: have the kernel send it `number` when `parent` ends."""
     libc = ctypes.CDLL(None)
 
     def in_child() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc.prctl(PR_SET_PDEATHSIG, number)
         if os.getppid() != parent:  # it died before the line above
             os._exit(1)
 

@@ -119,22 +119,30 @@ class StopSignals:
 def check_data(run: RunDir, stop: StopSignals, out: IO[str]) -> int:
     """Read all rows and images in a process of its own; what it prints is passed on, its errors last."""
     argv = [sys.executable, "-m", "launcher.training", "check", "--plan", str(run.plan)]
-    # A session of its own, so that Ctrl-C reaches it only through us.
+    done = run_to_end(argv, give_up=lambda: stop.count > 0)
+    print(done.stdout, end="", file=out, flush=True)
+    print(done.stderr, end="", file=SafeStream(sys.stderr), flush=True)
+    if stop.count:
+        return stop.exit_code
+    return done.returncode if done.returncode >= 0 else ExitCode.INTERNAL
+
+
+def run_to_end(argv: list[str], give_up: Callable[[], bool]) -> subprocess.CompletedProcess[str]:
+    """Run a command, killed once `give_up` says so.
+
+    In a session of its own, so that Ctrl-C reaches it only through us.
+    """
+    null, pipe = subprocess.DEVNULL, subprocess.PIPE
     with subprocess.Popen(
-        argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
+        argv, stdin=null, stdout=pipe, stderr=pipe, text=True, errors="replace", start_new_session=True
     ) as process:
         while True:
             try:
                 said, errors = process.communicate(timeout=TICK_S)
-                break
+                return subprocess.CompletedProcess(argv, process.returncode, said, errors)
             except subprocess.TimeoutExpired:
-                if stop.count:
+                if give_up():
                     process.kill()
-    print(said, end="", file=out, flush=True)
-    print(errors, end="", file=SafeStream(sys.stderr), flush=True)
-    if stop.count:
-        return stop.exit_code
-    return process.returncode if process.returncode >= 0 else ExitCode.INTERNAL
 
 
 def supervise(order: Order, stop: StopSignals, out: IO[str], *, metric: str) -> int:
@@ -177,23 +185,13 @@ def make_report(run: RunDir, in_a_hurry: Callable[[], bool]) -> list[str]:
 
 
 def _report_failure(run: RunDir, in_a_hurry: Callable[[], bool]) -> str:
-    argv = [sys.executable, "-m", "launcher", "report", str(run.path)]
-    null, deadline = subprocess.DEVNULL, time.monotonic() + REPORT_S
-    with subprocess.Popen(
-        argv, stdin=null, stdout=null, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
-    ) as process:
-        while True:
-            try:
-                _, errors = process.communicate(timeout=TICK_S)
-                break
-            except subprocess.TimeoutExpired:
-                if in_a_hurry() or time.monotonic() > deadline:
-                    process.kill()
-    if process.returncode < 0:
-        return f"its process was ended by {signal_name(-process.returncode)}"
-    lines = [line.strip() for line in errors.splitlines()]
+    argv, deadline = [sys.executable, "-m", "launcher", "report", str(run.path)], time.monotonic() + REPORT_S
+    done = run_to_end(argv, give_up=lambda: in_a_hurry() or time.monotonic() > deadline)
+    if done.returncode < 0:
+        return f"its process was ended by {signal_name(-done.returncode)}"
+    lines = [line.strip() for line in done.stderr.splitlines()]
     # A problem begins with its title; a traceback comes before what is said of a mistake of the launcher.
-    return " ".join(lines[:2] if process.returncode != ExitCode.INTERNAL else lines[-2:]) if process.returncode else ""
+    return " ".join(lines[:2] if done.returncode != ExitCode.INTERNAL else lines[-2:]) if done.returncode else ""
 
 
 def _watch(order: Order, tally: Tally, stop: StopSignals, display: Display) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import shutil
@@ -10,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any, cast
@@ -20,7 +19,7 @@ from launcher.planning import grammar, sweeps
 from launcher.planning.memory import disk_bytes
 from launcher.planning.sweeps import Job
 from launcher.rundir import SWEEP, RunDir, write_atomic, write_json
-from launcher.running.agent import PR_SET_PDEATHSIG, find_run, kill_run
+from launcher.running.agent import bound_to, find_run, kill_run
 from launcher.running.folder import make_new
 from launcher.running.journal import short_path
 from launcher.running.results import best_line, read_ending, read_numbers, result_line, result_table
@@ -178,7 +177,7 @@ def start(command: Sequence[str], words: Sequence[str], environment: Mapping[str
         stdin=subprocess.PIPE,
         env=environment,
         start_new_session=True,  # Ctrl-C reaches it only through us, once
-        preexec_fn=_stopped_with(os.getpid()),  # noqa: PLW1509 (a sweep has one thread)
+        preexec_fn=bound_to(os.getpid(), signal.SIGTERM),  # noqa: PLW1509 (a sweep has one thread)
     )
     assert process.stdin is not None
     try:
@@ -187,18 +186,6 @@ def start(command: Sequence[str], words: Sequence[str], environment: Mapping[str
     except BrokenPipeError:
         pass  # it has ended already; its exit code tells
     return process
-
-
-def _stopped_with(parent: int) -> Callable[[], None]:
-    """For a child before exec: have the kernel ask it to stop when `parent` is gone."""
-    libc = ctypes.CDLL(None)
-
-    def in_child() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it died before the line above
-            os._exit(1)
-
-    return in_child
 
 
 def exit_code(entries: Sequence[Mapping[str, Any]], stop: StopSignals) -> int:
