@@ -89,15 +89,19 @@ def column(lines: Sequence[Line], key: str) -> list[float | None]:
 
 def rate(steps: Sequence[Line], key: str) -> float | None:
     """All that was done divided by all the time it took: not the mean of the steps' rates."""
-    pairs = [(number(line.get(key)), number(line.get("step_s"))) for line in steps]
-    usable = [(r, s) for r, s in pairs if r is not None and s is not None and s > 0]
+    usable = with_seconds(steps, key)
     return sum(r * s for r, s in usable) / sum(s for _, s in usable) if usable else None
+
+
+def with_seconds(steps: Sequence[Line], key: str) -> list[tuple[float, float]]:
+    """A value of each step and the seconds that the step took, where both are known."""
+    pairs = [(number(line.get(key)), number(line.get("step_s"))) for line in steps]
+    return [(value, seconds) for value, seconds in pairs if value is not None and seconds is not None and seconds > 0]
 
 
 def data_wait_share(steps: Sequence[Line]) -> float | None:
     """Share of the steps' time in which the slowest rank waited for its data."""
-    pairs = [(number(line.get("data_wait_s")), number(line.get("step_s"))) for line in steps]
-    usable = [(wait, s) for wait, s in pairs if wait is not None and s is not None and s > 0]
+    usable = with_seconds(steps, "data_wait_s")
     return sum(wait for wait, _ in usable) / sum(s for _, s in usable) if usable else None
 
 

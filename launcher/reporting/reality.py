@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from launcher.reporting import words
-from launcher.reporting.numbers import column, gpus, peak_gib, rank_peaks
+from launcher.reporting.numbers import column, gpus, peak_gib, rank_peaks, with_seconds
 from launcher.reporting.record import Record, known, number, numbers, part_of
 from launcher.reporting.table import Table
 from launcher.running.journal import Line
@@ -132,7 +132,7 @@ def _step_rows(record: Record) -> list[list[str]]:
 
 def _batch_rows(record: Record) -> list[list[str]]:
     batch, world = part_of(record.plan, "batch"), world_size(record)
-    queries = [q * s for q, s in _pairs(record.steps, "queries_per_s")]
+    queries = [q * s for q, s in with_seconds(record.steps, "queries_per_s")]
     rows = [
         _row("queries a step, mean", number(batch.get("global_size")), statistics.fmean(queries) if queries else None)
     ]
@@ -155,7 +155,7 @@ def micro_batch_tokens(steps: Sequence[Line], world: int) -> list[float]:
             continue
         tokens = known(numbers(part_of(line, "ranks").get("tokens")))
         if not tokens:
-            tokens = [r * s / world for r, s in _pairs([line], "tokens_per_s")]
+            tokens = [r * s / world for r, s in with_seconds([line], "tokens_per_s")]
         found += [value / micro for value in tokens]
     return found
 
@@ -169,8 +169,3 @@ def world_size(record: Record) -> int:
         else []
     )
     return max(1, sum(slots))
-
-
-def _pairs(steps: Sequence[Line], key: str) -> list[tuple[float, float]]:
-    both = [(number(line.get(key)), number(line.get("step_s"))) for line in steps]
-    return [(rate, seconds) for rate, seconds in both if rate is not None and seconds is not None]

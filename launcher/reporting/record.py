@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher.errors import ConfigError, Problem
 from launcher.rundir import RunDir
-from launcher.running.journal import JsonTail, Line, rank_statuses
+from launcher.running.journal import JsonTail, Line, inside, rank_statuses, read_quietly
 from launcher.running.state import find_state, read_object, run_name
 from launcher.spec import RunPlan, from_data
 
@@ -106,10 +106,8 @@ def known(values: Iterable[float | None]) -> list[float]:
 
 def part_of(line: Line, *keys: str) -> Line:
     """The object inside an object; empty when it is not there."""
-    for key in keys:
-        found = line.get(key)
-        line = found if isinstance(found, dict) else {}
-    return line
+    found = inside(line, *keys)
+    return found if isinstance(found, dict) else {}
 
 
 def read_record(run: RunDir) -> Record:
@@ -218,7 +216,7 @@ def _parts(run: RunDir, plan: Line, outcome: Line | None, until: float) -> tuple
     found = []
     count = 1
     while (run.path / f"plan.{count}.json").exists():
-        found.append(_part(_quiet(run, f"plan.{count}.json"), _quiet(run, f"outcome.{count}.json")))
+        found.append(_part(*(read_quietly(run.path / f"{name}.{count}.json") for name in ("plan", "outcome"))))
         count += 1
     found.append(_part(plan, outcome or {}))
     parts: list[Part] = []
@@ -240,13 +238,6 @@ def _moment(text: object) -> float | None:
         return datetime.fromisoformat(str(text).replace("Z", "+00:00")).timestamp()
     except ValueError:
         return None
-
-
-def _quiet(run: RunDir, name: str) -> Line:
-    try:
-        return read_object(run.path / name) or {}
-    except ConfigError:
-        return {}
 
 
 def flat(value: Line, prefix: str = "") -> dict[str, str]:

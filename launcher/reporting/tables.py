@@ -12,7 +12,7 @@ from launcher.reporting.record import Record, known, number, numbers, part_of
 from launcher.reporting.table import Table
 from launcher.reporting.timing import by_rank, phase_seconds, step_shares
 from launcher.rundir import read_json
-from launcher.running.journal import Line, eval_scores
+from launcher.running.journal import Line, eval_scores, read_quietly
 from launcher.running.verdict import tail_lines
 
 SHOWN_EVALS = 12
@@ -135,7 +135,7 @@ def slowest_share(lines: Sequence[Line]) -> dict[int, float]:
 
 def environment_table(record: Record) -> Table:
     """Versions and machine, as they were when the run started."""
-    rows = [[name, str(value)] for name, value in _object(record.run.environment).items()]
+    rows = [[name, str(value)] for name, value in read_quietly(record.run.environment).items()]
     rows.sort(key=lambda row: row[0].startswith(IMAGE_VARIABLES))
     if not rows:
         rows = [["launcher", str(record.plan.get("version", words.NONE))]]
@@ -202,14 +202,6 @@ def bad_rows(record: Record) -> int | None:
     except (OSError, ValueError):
         return None
     return len(found) if isinstance(found, list) else None
-
-
-def _object(path: Path) -> Line:
-    try:
-        found = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _text(path: Path) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 import launcher
 from launcher.errors import ExitCode
 from launcher.planning.secrets import masked
+from launcher.running.facts import cpu_count, ram_bytes
 
 PACKAGES = (
     *("torch", "torchvision", "deepspeed", "transformers", "peft", "accelerate", "datasets", "tokenizers"),
@@ -81,8 +82,9 @@ def _commit(folder: Path) -> str:
 
 
 def _machine() -> dict[str, str]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found = {"system": f"{platform.platform()}, {cores} cores, {_memory()}"}
+    ram = ram_bytes()
+    shown = "memory unknown" if ram is None else f"{ram / 2**30:.1f} GiB memory"
+    found = {"system": f"{platform.platform()}, {cpu_count()} cores, {shown}"}
     gpus = [line.strip() for line in _output(*SMI.split()).splitlines() if line.count(",") == 2]
     for number, gpu in enumerate(gpus):
         name, memory, driver = (word.strip() for word in gpu.split(","))
@@ -90,13 +92,6 @@ def _machine() -> dict[str, str]:
     if not gpus:
         found["gpu"] = "none that nvidia-smi names" if shutil.which("nvidia-smi") else "none: there is no nvidia-smi"
     return found
-
-
-def _memory() -> str:
-    try:
-        return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB memory"
-    except (ValueError, OSError):
-        return "memory unknown"
 
 
 def _installed() -> tuple[str, dict[str, str]]:

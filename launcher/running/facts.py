@@ -56,8 +56,8 @@ class _Gatherer:
             hostfile=self._hostfile(),
             gpus=gpus,
             visible_devices=visible,
-            cpu_count=_cpu_count(),
-            ram_bytes=_ram_bytes(),
+            cpu_count=cpu_count(),
+            ram_bytes=ram_bytes(),
             disk_free_bytes=self._disk(self.cwd / folder),
             run_root=str(root),
             taken=_listed(root),
@@ -251,12 +251,13 @@ def _is_uuid_of(word: str, uuid: str) -> bool:
     return word.startswith("GPU-") and len(word) > 4 and uuid.startswith(word)
 
 
-def _cpu_count() -> int:
+def cpu_count() -> int:
     """Cores that this process may use; a container often may use fewer than there are."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _ram_bytes() -> int | None:
+def ram_bytes() -> int | None:
+    """Main memory of this machine; None where it is not told."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):

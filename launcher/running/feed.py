@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher.rundir import RunDir, append_json, read_json, write_json
+from launcher.rundir import RunDir, append_json, write_json
 from launcher.running import scalars, trackers
-from launcher.running.journal import JsonTail, Line, inside, read_plan
+from launcher.running.journal import JsonTail, Line, inside, read_quietly
 from launcher.running.scalars import Record
 
 LOOK_S = 1.0
@@ -65,7 +65,7 @@ class Feed:
     def __init__(self, run: RunDir, name: str) -> None:
         self.run, self.name = run, name
         self._note = run.path / "trackers" / f"{name}.json"
-        noted = _read(self._note)
+        noted = read_quietly(self._note)
         self._id = inside(noted, "id")
         self._tails = {path.name: JsonTail(path) for path in (run.events, run.metrics, run.monitor)}
         for file, tail in self._tails.items():
@@ -79,7 +79,7 @@ class Feed:
 
     def open(self) -> bool:
         """Open the tracker; False, with a sentence for the person, when that fails."""
-        plan = read_plan(self.run)
+        plan = read_quietly(self.run.plan)
         subject = trackers.Subject(
             name=_name(self.run),
             project=str(inside(plan, "config", "logging", "project") or "launcher"),
@@ -195,7 +195,7 @@ def _config(plan: Line) -> dict[str, Any]:
 
 
 def _ending(run: RunDir) -> trackers.Ending:
-    outcome = _read(run.outcome)
+    outcome = read_quietly(run.outcome)
     best = inside(outcome, "eval", "best")
     scores = scalars.of_eval(best) if isinstance(best, dict) else {}
     return trackers.Ending(
@@ -204,13 +204,6 @@ def _ending(run: RunDir) -> trackers.Ending:
         text=str(inside(outcome, "first_failure", "text") or ""),
         best={name.removeprefix("eval/"): value for name, value in scores.items()},
     )
-
-
-def _read(path: Path) -> Any:
-    try:
-        return read_json(path)
-    except (OSError, ValueError):
-        return None
 
 
 if __name__ == "__main__":

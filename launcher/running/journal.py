@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from launcher.rundir import RunDir
+from launcher.rundir import RunDir, read_json
 
 Line = dict[str, Any]
 
@@ -32,10 +32,10 @@ class JsonTail:
         return [line for text in whole.splitlines() if (line := _parse(text)) is not None]
 
 
-def read_plan(run: RunDir) -> Line:
-    """plan.json as it lies there; empty when it is missing or damaged: showing a run must not depend on it."""
+def read_quietly(path: Path) -> Line:
+    """The JSON object in a file; empty when it is missing or damaged: showing a run must not depend on it."""
     try:
-        value = json.loads(run.plan.read_text(encoding="utf-8"))
+        value = read_json(path)
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

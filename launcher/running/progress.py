@@ -10,7 +10,7 @@ from typing import IO, Any, Protocol
 
 from launcher.rundir import RunDir
 from launcher.running.curve import Curve
-from launcher.running.journal import JsonTail, Line, eval_scores, inside, read_plan, short_path
+from launcher.running.journal import JsonTail, Line, eval_scores, inside, read_quietly, short_path
 
 PLAIN_EVERY_S = 10.0
 RATE_STEPS = 5  # the time left is told from the pace of so many steps on
@@ -76,7 +76,7 @@ class Progress:
         self._metrics = JsonTail(run.metrics, from_end=True)  # a resumed run has a past
         self._events = JsonTail(run.events, from_end=True)
         self._failed = False
-        self.snapshot.metric = str(inside(read_plan(run), "config", "eval", "metric") or self.snapshot.metric)
+        self.snapshot.metric = str(inside(read_quietly(run.plan), "config", "eval", "metric") or self.snapshot.metric)
 
     def update(self, statuses: dict[int, dict[str, Any]]) -> None:
         """Take in what was written since, and show it. `statuses` are the state files of the ranks.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from launcher.planning.checks import TRACKERS
 from launcher.rundir import RunDir
-from launcher.running.journal import JsonTail, inside, read_plan, short_path
+from launcher.running.journal import JsonTail, inside, read_quietly, short_path
 from launcher.running.trackers import ALWAYS
 
 PATIENCE_S = 15.0  # at the end of a run, for what was not sent yet
@@ -36,7 +36,7 @@ class Tracking:
     def start(cls, run: RunDir) -> Tracking:
         """Start them: TensorBoard's, and those that the plan in the run folder names."""
         tracking = cls(run)
-        named = inside(read_plan(run), "config", "logging", "trackers")
+        named = inside(read_quietly(run.plan), "config", "logging", "trackers")
         for name in (ALWAYS, *(known for known in TRACKERS if isinstance(named, list) and known in named)):
             try:
                 tracking._processes[name] = _start(run, name)

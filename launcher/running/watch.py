@@ -13,7 +13,15 @@ from typing import Any
 from launcher.errors import ConfigError, ExitCode, MachineError, Problem
 from launcher.rundir import SWEEP, RunDir, complete_checkpoints
 from launcher.running.agent import Process, kill_run, send
-from launcher.running.journal import eval_scores, evaluations, inside, last_step, rank_statuses, read_plan, short_path
+from launcher.running.journal import (
+    eval_scores,
+    evaluations,
+    inside,
+    last_step,
+    rank_statuses,
+    read_quietly,
+    short_path,
+)
 from launcher.running.outcome import exported, last_checkpoint, resume_command, steps_done
 from launcher.running.progress import render_numbers, render_scores
 from launcher.running.state import (
@@ -105,7 +113,7 @@ def _healthy_row(run: RunDir) -> tuple[str, ...]:
 
 def _last_score(run: RunDir) -> str:
     """The metric that picks the run's best checkpoint, as it was evaluated last."""
-    metric = str(inside(read_plan(run), "config", "eval", "metric"))
+    metric = str(inside(read_quietly(run.plan), "config", "eval", "metric"))
     scores = [eval_scores(line).get(metric) for line in evaluations(run)[-1:]]
     return f"{metric} {scores[0]:.4f}" if scores and scores[0] is not None else "-"
 
