@@ -14,13 +14,16 @@ from launcher.streams import silence, take_any_text
 
 if TYPE_CHECKING:
     from launcher.planning.config import Composed
+    from launcher.rundir import RunDir
     from launcher.spec import RunPlan
 
 _LOOK = ("status", "logs", "stop", "env", "report")
 _JOB = "--job-of-a-sweep"  # its words come on standard input; for running/sweep.py only
+_SLURM_JOB = "--slurm-job"  # before the folder of a batch job; for its script only
+_DETACHED = "--detached-job"  # likewise, with more beside them; for running/detach.py only
 # What a disk or file system refuses: somebody must mend the machine, not the launcher.
 _REFUSED = {"EACCES", "EDQUOT", "EIO", "ELOOP", "ENAMETOOLONG", "ENOSPC", "EPERM", "EROFS", "ESTALE"}
-_LATER = ("fetch", "evaluate", "score", "export")
+_LATER = ("evaluate", "score", "export")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,6 +83,19 @@ def _dispatch(words: list[str]) -> int:
         import json
 
         return _run_verb(json.load(sys.stdin))  # a command line would show its secrets to everyone
+    if words == [_DETACHED]:
+        import json
+
+        from launcher.running.detach import leaver
+
+        order = json.load(sys.stdin)
+        return _start(order["words"], started=leaver(order))
+    if words[:1] == [_SLURM_JOB]:
+        from pathlib import Path
+
+        from launcher.running.slurm_job import run_job
+
+        return run_job(Path(words[1]), _start)
     verb, rest = _split_verb(words)
     if verb == "version":
         print(f"launcher {__version__}")
@@ -149,15 +165,27 @@ def _plan(words: Sequence[str]) -> tuple[Composed, RunPlan]:
 def _run_verb(words: list[str]) -> int:
     from launcher.planning.overrides import is_sweep
 
+    if "--detach" in words:
+        from launcher.running import detach
+
+        words = [word for word in words if word != "--detach"]
+        if is_sweep(words):
+            raise detach.refuse_sweep()
+        return detach.start_detached(words, [sys.executable, "-m", "launcher", _DETACHED])
     if is_sweep(words):
         from launcher.running.sweep import run_sweep
 
         return run_sweep(words, [sys.executable, "-m", "launcher", _JOB])
+    return _start(words)
+
+
+def _start(words: Sequence[str], **hooks: Callable[[RunDir], None]) -> int:
+    """Plan one run and stay with it to its end."""
     composed, plan = _plan(words)
 
-    from launcher.running.supervise import run_plan
+    from launcher.running.start import run_plan
 
-    return run_plan(plan, config_yaml=composed.yaml, overrides=list(composed.overrides))
+    return run_plan(plan, config_yaml=composed.yaml, overrides=list(composed.overrides), **hooks)
 
 
 def _plan_verb(words: list[str]) -> int:
@@ -176,6 +204,10 @@ def _plan_verb(words: list[str]) -> int:
         from launcher.planning.describe import describe
 
         print(describe(plan))
+        from launcher.running.slurm import is_for_queue, preview
+
+        if is_for_queue(plan):
+            print(f"\nThe job that is submitted\n{preview(plan)}", end="")
     return int(ExitCode.OK)
 
 
@@ -205,6 +237,7 @@ def plan_data(plan: RunPlan) -> dict[str, Any]:
 
     data: dict[str, Any] = {"world_size": plan.world_size, **to_data(plan)}
     data["env"] = masked(data["env"])
+    data["host_env"] = {host: masked(env) for host, env in data["host_env"].items()}
     data["config"]["env"]["set"] = masked(data["config"]["env"]["set"])
     return data
 
@@ -223,9 +256,13 @@ def _config_verb(words: list[str]) -> int:
 
 
 def _check_verb(words: list[str]) -> int:
+    if words[:1] == ["hosts"]:
+        from launcher.running.host_table import check_hosts
+
+        return check_hosts(_plan(words[1:])[1])
     if words[:1] != ["data"]:
-        text = "check what? This version checks data; hosts are checked when a run starts"
-        raise ConfigError(Problem(text, tries=("python -m launcher check data ...",)))
+        tries = ("python -m launcher check data ...", "python -m launcher check hosts ...")
+        raise ConfigError(Problem("check what? Data or hosts", tries=tries))
     import subprocess
     import tempfile
     from pathlib import Path
@@ -241,6 +278,14 @@ def _check_verb(words: list[str]) -> int:
     return code if code >= 0 else int(ExitCode.INTERNAL)
 
 
+def _fetch_verb(words: list[str]) -> int:
+    _, plan = _plan(words)
+
+    from launcher.running import fetch
+
+    return fetch.main(plan, sys.stdout)
+
+
 def _resume_verb(words: list[str]) -> int:
     from pathlib import Path
 
@@ -250,7 +295,8 @@ def _resume_verb(words: list[str]) -> int:
         from launcher.running.state import find_folder
 
         words = [str(find_folder(words[0], "runs").path), *words[1:]]  # a run's name, or `latest`
-    return _run_verb(resumed_words(words))
+    flags = [word for word in words if word == "--detach"]
+    return _run_verb([*resumed_words([word for word in words if word not in flags]), *flags])
 
 
 def _watch_verb(verb: str) -> Callable[[list[str]], int]:
@@ -290,6 +336,7 @@ _VERBS: dict[str, Callable[[list[str]], int]] = {
     "config": _config_verb,
     "check": _check_verb,
     **{verb: _watch_verb(verb) for verb in ("status", "logs", "stop")},
+    "fetch": _fetch_verb,
     "resume": _resume_verb,
     "report": _report_verb,
     "env": _env_verb,

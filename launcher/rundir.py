@@ -111,6 +111,18 @@ class RunDir:
         return self.path / "profile"
 
     @property
+    def slurm(self) -> Path:
+        """Folder of the batch job that runs it: script, words, output; there before the run is."""
+        return self.path / "slurm"
+
+    @property
+    def used(self) -> bool:
+        """Whether the folder holds a run, or anything but the batch job that is to start one."""
+        return self.path.exists() and (
+            not self.path.is_dir() or any(path != self.slurm for path in self.path.iterdir())
+        )
+
+    @property
     def report(self) -> Path:
         """The page for people, made anew by `launcher report RUN`."""
         return self.path / "report.html"

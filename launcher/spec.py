@@ -158,12 +158,21 @@ class ClusterConfig:
     hostfile: str | None = None
     include: str | None = None
     exclude: str | None = None
-    transport: str = "auto"  # auto | local
+    transport: str = "auto"  # auto | local | ssh | env | manual | slurm | pdsh
     gpu: str | None = None
     python: str | None = None
+    activate: str | None = None  # a script to source, and its arguments
+    wrap: list[str] = field(default_factory=list)  # a command before Python, such as docker exec -i NAME
+    sync: str = "check"  # check | rsync | none
+    slurm_args: list[str] = field(default_factory=list)
+    pdsh_args: list[str] = field(default_factory=list)
     master_addr: str | None = None
     master_port: int | None = None
+    bind_cores: str = "auto"  # auto | none
+    connect_s: float = 15.0
     stop_grace_s: float = 120.0
+    lost_contact_s: float = 120.0
+    hang_s: float = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,12 +216,36 @@ class ProfileConfig:
     ranks: list[int] = field(default_factory=lambda: [0])
 
 
+# Variables of the launching shell that ranks on every host get; a `*` stands for any letters.
+FORWARDED = (
+    *("HF_*", "HUGGINGFACE_*", "TRANSFORMERS_*", "TOKENIZERS_*", "MODELSCOPE_*", "WANDB_*", "MLFLOW_*", "SWANLAB_*"),
+    *("NCCL_*", "UCX_*", "FI_*", "GLOO_*", "TORCH_*", "TORCHINDUCTOR_*", "PYTORCH_*", "TRITON_*", "CUDA_*", "CUBLAS_*"),
+    *("OMP_*", "MKL_*", "DS_*", "DEEPSPEED_*", "PYTHON*", "LD_LIBRARY_PATH", "LD_PRELOAD", "XDG_CACHE_HOME"),
+    *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EnvConfig:
-    """Environment of every rank, literally."""
+    """Environment of every rank, literally: the launching shell's by pattern, then a file, then single values."""
 
+    forward: list[str] = field(default_factory=lambda: list(FORWARDED))
     file: str | None = None
     set: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestartOptions:
+    """What happens after a failure."""
+
+    max: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotifyOptions:
+    """Who is told how it ended."""
+
+    command: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +284,8 @@ class RunConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     sweep: SweepOptions = field(default_factory=SweepOptions)
     env: EnvConfig = field(default_factory=EnvConfig)
+    restart: RestartOptions = field(default_factory=RestartOptions)
+    notify: NotifyOptions = field(default_factory=NotifyOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,6 +346,7 @@ class RunPlan:
     hosts: tuple[Host, ...]
     hosts_source: str  # a sentence: where the hosts came from
     hosts_assumed: bool  # true: planning only, nothing can start
+    transport: str  # local | ssh | env | manual | slurm | pdsh
     device: str  # cuda | cpu
     gpu_kind: str | None
     master_addr: str
@@ -330,7 +366,10 @@ class RunPlan:
     deepspeed: dict[str, Any]
     memory: dict[str, int]  # bytes a GPU (or a CPU rank) by part
     env: dict[str, str]  # what every rank gets
+    host_env: dict[str, dict[str, str]]  # what the ranks of a host get on top: what differs by host
+    cores: dict[str, tuple[tuple[int, ...], ...]]  # host -> processor numbers by local rank; empty: not bound
     commands: dict[str, tuple[str, ...]]  # host -> argv of its `deepspeed` line
+    env_sources: dict[str, str] = field(default_factory=dict)  # variable -> launcher | forwarded | env.file | env.set
     warnings: tuple[str, ...] = ()
 
     @property

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests import slurm as slurm_support
+from tests.cluster import Cluster, make_cluster, why_not
 
 collect_ignore_glob = ["processes/*", "tools/*", "bench/*"]  # programs, not modules with doctests
 
@@ -29,6 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if (name in FOREIGN or name.startswith(FOREIGN_PREFIXES)) and name not in KEPT:
             del os.environ[name]
     os.environ["HF_HUB_OFFLINE"] = "1"
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # where pytest runs in the background it is ignored
     # Children find the package from any folder, installed or not, and then what this process finds.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
 
@@ -53,6 +58,24 @@ def _count_gpus() -> int:
         return 0
     listed = subprocess.run([tool, "-L"], capture_output=True, text=True, check=False)
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Hosts n1, n2, n3 with ssh servers, and a head; a test that leaves something behind calls `cluster.clear()`."""
+    if why_not():
+        pytest.skip(why_not())
+    with make_cluster(tmp_path_factory.mktemp("cluster")) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def slurm(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm_support.Slurm]:
+    """Slurm over n1 and n2 of the cluster, used from its head."""
+    if why_not(slurm_support.PROGRAMS):
+        pytest.skip(why_not(slurm_support.PROGRAMS))
+    with slurm_support.start_slurm(cluster, tmp_path_factory.mktemp("slurm")) as started:
+        yield started
 
 
 @pytest.fixture

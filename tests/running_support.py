@@ -19,7 +19,7 @@ from typing import Any
 
 from launcher.rundir import RunDir
 from launcher.running.agent import find_run
-from launcher.running.transport import Link, start_local
+from launcher.running.transport import BOOT, Channel, Door
 from launcher.spec import plan_to_json
 from tests.planning_support import plan
 
@@ -64,7 +64,10 @@ class Watched:
         self.order = order(run, argv, **options)
         self.seen: list[dict[str, Any]] = []
         self._events: queue.Queue[dict[str, Any]] = queue.Queue()
-        self.link: Link = start_local("localhost", self._events, log=self.run.node_log("localhost"))
+        door = Door("localhost", (sys.executable, "-c", BOOT), local=True)
+        self.run.logs.mkdir(parents=True, exist_ok=True)
+        self.link = Channel(door, self._events, errors=self.run.node_log("localhost"))
+        self.link.start("agent")
         self.link.send(self.order)
 
     def until(self, event: str, timeout_s: float = 40.0, **status: Any) -> dict[str, Any]:
@@ -119,12 +122,12 @@ def wait_until(condition: Any, timeout_s: float, what: str) -> None:
 class Run:
     """A supervisor process over a run folder."""
 
-    def __init__(self, folder: Path, argv: list[str], **options: Any) -> None:
+    def __init__(self, folder: Path, argv: list[str], *, words: tuple[str, ...] = (), **options: Any) -> None:
         self.dir = RunDir(folder)
         self.order = order(folder, argv, **options)
-        (folder / "order.json").write_text(json.dumps(self.order))
+        (folder / "order.json").write_text(json.dumps([self.order]))
         # The demo's plan: what the ranks really do comes from `argv`.
-        self.dir.plan.write_text(plan_to_json(dataclasses.replace(plan(), run_dir=str(folder))))
+        self.dir.plan.write_text(plan_to_json(dataclasses.replace(plan(*words), run_dir=str(folder))))
         self.process = subprocess.Popen(
             [sys.executable, str(PROCESSES / "supervisor.py"), str(folder), str(folder / "order.json")],
             stdout=subprocess.PIPE,

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.running import agent
 from launcher.running.agent import find_run, is_alive, read_process
+from launcher.running.transport import BOOT, program_source
 from tests.running_support import RANK, RANKS, Watched, order, stand_in, wait_until
 
 
@@ -146,15 +146,15 @@ def test_reader_that_sleeps_does_not_stop_the_agent(runs: Path) -> None:
     with contextlib.suppress(BlockingIOError):
         while True:
             os.write(full, b" " * 4096)
-    process = subprocess.Popen([sys.executable, "-m", "launcher.running.agent"], stdin=subprocess.PIPE, stdout=full)
+    process = subprocess.Popen([sys.executable, "-c", BOOT], stdin=subprocess.PIPE, stdout=full)
     asked = order(runs, stand_in("1:raise"))
     assert process.stdin is not None
-    process.stdin.write(json.dumps(asked).encode() + b"\n")
+    process.stdin.write(program_source("agent") + json.dumps(asked).encode() + b"\n")
     process.stdin.flush()
     wait_until((runs / "ranks" / "1.json").exists, 20, "rank 1 has started")
     wait_until(lambda: not find_run(asked["run_id"]), 10, "all ranks are down")
-    assert process.wait(timeout=20) == 0
     process.stdin.close()
+    assert process.wait(timeout=20) == 0
     os.close(unread)
     os.close(full)
 
@@ -170,10 +170,9 @@ def test_rank_without_its_node_launcher_leaves(runs: Path) -> None:
 
 def test_agent_is_one_file_that_runs_alone(runs: Path) -> None:
     """So that it can be sent to a host that has nothing of the package."""
-    asked = json.dumps(order(runs, stand_in()))
-    ended = subprocess.run(
-        [sys.executable, "-I", agent.__file__], input=asked + "\n", cwd="/", capture_output=True, text=True, check=True
-    )
+    asked = program_source("agent") + json.dumps(order(runs, stand_in())).encode() + b"\n"
+    argv = [sys.executable, "-I", "-c", BOOT]
+    ended = subprocess.run(argv, input=asked, cwd="/", capture_output=True, check=True)
     events = [json.loads(line) for line in ended.stdout.splitlines()]
     assert [event["event"] for event in events] == ["started", "ending", "launcher_exit", "done"]
     assert events[1]["why"] == "stop"  # its input had ended: the supervisor is gone

@@ -30,6 +30,7 @@ def make_plan() -> RunPlan:
         hosts=(Host(name="a", gpus=(0, 1)),),
         hosts_source="",
         hosts_assumed=False,
+        transport="local",
         device="cpu",
         gpu_kind=None,
         master_addr="127.0.0.1",
@@ -57,6 +58,8 @@ def make_plan() -> RunPlan:
         deepspeed={},
         memory={},
         env={},
+        host_env={},
+        cores={},
         commands={},
     )
 

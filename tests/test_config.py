@@ -110,6 +110,40 @@ def test_typed_values_arrive() -> None:
 
 
 @pytest.mark.parametrize(
+    ("raw", "texts"),
+    [
+        (
+            "[--time=08:00:00,--nodelist=gpu[01-02,05],-f,64]",
+            ["--time=08:00:00", "--nodelist=gpu[01-02,05]", "-f", "64"],
+        ),
+        ("[-n, 'a, b', \"c d\"]", ["-n", "a, b", "c d"]),
+        ("[]", []),
+    ],
+)
+def test_lists_of_texts_are_literal(raw: str, texts: list[str]) -> None:
+    composed = read_config([f"notify.command={raw}"])
+    assert composed.config.notify.command == texts
+    assert read_config(composed.overrides).config == composed.config
+
+
+def test_options_for_sbatch_may_have_their_value_behind_them() -> None:
+    fits = [["-p", "gpu"], ["--partition", "gpu"], ["--partition=gpu", "-t", "10"], []]
+    misfits = [["gpu"], ["--partition=gpu", "x"], ["-p", "gpu", "x"], ["-p", ""]]
+    assert [checks.rule_problem("cluster.slurm_args", value) for value in fits] == [None] * len(fits)
+    assert None not in [checks.rule_problem("cluster.slurm_args", value) for value in misfits]
+
+
+def test_a_script_to_source_keeps_its_arguments(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    for raw, line in (
+        ("~/conda/bin/activate my env", "/home/me/conda/bin/activate my env"),
+        ("bin/activate", f"{elsewhere}/bin/activate"),
+        ("conda.sh 'a b'", "conda.sh 'a b'"),
+    ):
+        assert shlex.split(read_config([f"cluster.activate={raw}"]).config.cluster.activate or "") == shlex.split(line)
+
+
+@pytest.mark.parametrize(
     ("words", "experiment"),
     [("", True), ("zero=stage3 train.seed=1", True), ("model=tiny", False), ("dataset=digits", False)],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,7 @@ from launcher.errors import ConfigError
 from launcher.planning import hosts as hosts_module
 from launcher.planning.hosts import parse_hostfile, render_hosts
 from launcher.planning.placement import check_loopback
+from launcher.planning.ranges import expand_list
 from launcher.planning.selection import filter_hosts, limit_gpus, take_nodes
 from launcher.resources import hostfiles_dir
 from launcher.spec import Host
@@ -76,6 +78,10 @@ def test_bad_hostfiles_name_file_line_and_reason(name: str) -> None:
     problem = caught.value.problems[0]
     assert problem.where == where
     assert text in problem.text
+    number = int(where.rpartition(":")[2])
+    line = (CASES / name).read_text(encoding="utf-8").splitlines()[number - 1].strip()
+    shown = line.replace("\u00a0", "<U+00A0>").replace("\u0664", "<U+0664>")
+    assert problem.text.splitlines()[1:] == [shown]
     assert problem.tries
 
 
@@ -98,6 +104,13 @@ def test_fields_behind_slots() -> None:
     ("line", "text"),
     [
         ("a:22 slots=2", "ssh port has its own field"),
+        ("[2001:db8::1]:22 slots=2", "ssh port has its own field"),
+        ("2001:db8::zz slots=2", "neither a host name nor an address"),
+        ("a slots=2 gpus=0,0", "names a slot twice"),
+        ("node[0-9999] slots=8", "names more than 4096 hosts"),
+        ("node[0-99][0-99] slots=8", "names more than 4096 hosts"),
+        ("node[1-2 slots=8", "neither a host name nor an address"),
+        ("u@v@a slots=2", "user u@v is no user name"),
         ("a slots=2 gpus=0,2", "numbered 0 to 1"),
         ("a slots=2 port=0", "port must be >= 1"),
         ("a slots=2 slots=3", "stands twice"),
@@ -146,8 +159,73 @@ HOST = st.builds(
 
 def different(hosts: list[Host]) -> bool:
     """Whether no two of the hosts are one machine."""
-    pairs = [(a, b) for i, a in enumerate(hosts) for b in hosts[:i]]
-    return not any(hosts_module._same_machine(a, b) for a, b in pairs)
+    return not list(hosts_module._duplicates(list(enumerate(hosts))))
+
+
+SAME = [
+    ("a", "a", "a twice"),
+    ("a", "A", "A twice"),
+    ("a", "root@a", "a twice"),
+    ("a", "a.", "neither a host name"),
+    ("a", "a.site", "the same machine by two names"),
+    ("A.site", "a", "the same machine by two names"),
+    ("a.site", "A.Site port=2222", "A.Site twice"),
+    ("10.0.0.1", "a addr=10.0.0.1", "the same address, 10.0.0.1"),
+    ("a addr=10.0.0.1", "b addr=10.0.0.1", "the same address, 10.0.0.1"),
+    ("2001:db8::1", "[2001:DB8:0:0::1]", "the same address"),
+    ("b", "a addr=b", "the same address, b"),
+    ("localhost", "127.0.0.1", "the same machine"),
+    ("::1", "ip6-localhost", "the same machine"),
+]
+
+
+@pytest.mark.parametrize(("one", "two", "text"), SAME)
+def test_one_machine_by_two_names(one: str, two: str, text: str) -> None:
+    def line(word: str) -> str:
+        name, _, fields = word.partition(" ")
+        return f"{name} slots=1 {fields}\n"
+
+    with pytest.raises(ConfigError) as caught:
+        parse_hostfile(line("other") + line(one) + line(two), "f")
+    assert text in caught.value.problems[-1].text
+    assert caught.value.problems[-1].where == "f:3"
+
+
+def test_names_that_only_look_alike_are_different_machines() -> None:
+    lines = ["a.site1 slots=1", "a.site2 slots=1", "a1 slots=1", "10.0.0.1 slots=1", "10.0.0.11 slots=1"]
+    lines += ["c1 slots=1 addr=10.0.0.9 port=2201", "c2 slots=1 addr=10.0.0.9 port=2202"]  # two containers
+    assert len(parse_hostfile("\n".join(lines), "f")) == len(lines)
+
+
+def test_many_hosts_are_read_at_once() -> None:
+    started = time.process_time()
+    hosts = parse_hostfile("node[0001-4096] slots=8\n", "f")
+    assert (len(hosts), hosts[-1].name) == (4096, "node4096")
+    assert time.process_time() - started < 2.0, "each line is compared with marks, not with every line"
+
+
+PREFIX = st.from_regex(r"[a-z]{1,4}-?", fullmatch=True)
+
+
+@given(
+    st.lists(st.tuples(PREFIX, st.lists(st.integers(0, 120), max_size=5, unique=True), st.integers(1, 3)), min_size=1)
+)
+def test_lists_of_names_are_expanded(groups: list[tuple[str, list[int], int]]) -> None:
+    pieces, names = [], []
+    for prefix, numbers, width in groups:
+        texts = [str(number).zfill(width) for number in numbers]
+        pieces.append(f"{prefix}[{','.join(texts)}]" if texts else prefix)
+        names += [prefix + text for text in texts] or [prefix]
+    assert expand_list(",".join(pieces)) == names
+
+
+def test_ranges() -> None:
+    assert expand_list("gpu[01-03,07],login2") == ["gpu01", "gpu02", "gpu03", "gpu07", "login2"]
+    assert expand_list("r[1-2]n[08,9]") == ["r1n08", "r1n9", "r2n08", "r2n9"]
+    assert expand_list("n[9-11]-ib") == ["n9-ib", "n10-ib", "n11-ib"]
+    for text in ("n[3-1]", "n[]", "n[a-b]", "n[1-2-3]", "n[-1]"):
+        with pytest.raises(ValueError, match="range"):
+            expand_list(text)
 
 
 @given(st.lists(HOST, min_size=1, max_size=5).filter(different))
@@ -238,3 +316,6 @@ def test_nodes_and_gpus() -> None:
         take_nodes(POOL, 3, "f")
     with pytest.raises(ConfigError, match="gpus=3, but worker-2 has 2 slots: 0,1"):
         limit_gpus(POOL, 3)
+    with pytest.raises(ConfigError, match="gpus=5, but worker-2 has 2 slots: 0,1; too few also on worker-1") as caught:
+        limit_gpus(POOL, 5)
+    assert caught.value.problems[0].tries == ("gpus=2",)

@@ -20,7 +20,7 @@ from launcher.running import agent, monitor
 from launcher.running.agent import RUN_ID, Process, is_alive, processes, read_environment
 from launcher.running.monitor import Monitor, Traffic
 from launcher.running.nvml import THROTTLE, Gpus, throttle_names
-from launcher.running.supervise import make_order
+from launcher.running.orders import order_of
 from tests.planning_support import gpus, plan
 from tests.running_support import Watched, order, running, stand_in, wait_until
 
@@ -271,7 +271,9 @@ def test_samples_arrive_while_a_run_goes_on_and_nothing_is_left(runs: Path) -> N
 
 
 def test_no_monitor_unless_asked(runs: Path) -> None:
-    process = agent.MonitorProcess(agent.Order(**order(runs, [sys.executable])), lambda event, **fields: None)
+    process = agent.MonitorProcess(
+        agent.Order(**order(runs, [sys.executable])), sys.executable, lambda event, **fields: None
+    )
     process.poll()
     assert monitors(runs) == []
     assert process.end() == []
@@ -296,7 +298,9 @@ def test_a_bad_monitor_is_given_up_with_its_reason(runs: Path, program: str, why
     instead(runs, program)
     events: list[dict[str, Any]] = []
     asked = agent.Order(**order(runs, [sys.executable], monitor_every_s=0.2))
-    process = agent.MonitorProcess(asked, lambda event, **fields: events.append({"event": event, **fields}))
+    process = agent.MonitorProcess(
+        asked, asked.argv[0], lambda event, **fields: events.append({"event": event, **fields})
+    )
     end, slowest = time.monotonic() + (20 if why else 0.5), 0.0
     while time.monotonic() < end and not events:
         begun = time.monotonic()
@@ -336,7 +340,7 @@ def test_killed_agent_takes_its_monitor_along(runs: Path) -> None:
 def test_samples_wait_for_no_reader() -> None:
     """A supervisor suspended for days must not fill the agent's memory with what it will not read; the rest it must."""
     program = (
-        "from launcher.running.agent import BACKLOG, Wire; import sys; wire = Wire('h')\n"
+        "from launcher.running.agent import BACKLOG, Wire; import sys; wire = Wire()\n"
         "for _ in range(40): wire.emit('monitor', sample={'text': 'x' * 100_000})\n"
         "full = len(wire.unsent); wire.emit('rank', rank=0)\n"
         "print(full - BACKLOG, len(wire.unsent) - full, file=sys.stderr)"
@@ -378,10 +382,10 @@ def test_what_goes_wrong_with_samples_is_told_once(runs: Path) -> None:
 
 def test_the_order_names_the_gpus_of_the_run() -> None:
     def asked(*words: str, **facts: Any) -> agent.Order:
-        return make_order(with_port(plan(*words, **facts), 29500))
+        return order_of(with_port(plan(*words, **facts), 29500), 0, files={}, lost_contact_s=None)
 
     three = tuple(replace(gpu, index=number) for gpu, number in zip(gpus(3), (6, 2, 4), strict=True))
     on_gpus = asked("gpus=[0,2]", gpus=three, visible_devices="6,2,4")  # the machine's own numbers, by local rank
-    assert (on_gpus.gpus, on_gpus.monitor_every_s) == ([6, 4], 5.0)
+    assert (on_gpus.gpus, on_gpus.monitor_every_s) == ([4, 6], 5.0)
     assert asked().gpus == []
     assert asked("logging.monitor_every_s=null").monitor_every_s is None

@@ -264,11 +264,6 @@ def test_problems_of_all_kinds_are_told_together() -> None:
             {"gpus": gpus(1)},
             "files large: profile.first_step=11 profile.steps=2",
         ),
-        (
-            (),
-            {"hostfile": TextFile(path="h", text="desk slots=1\n"), "gpus": gpus(1), "visible_devices": "0"},
-            "CUDA_VISIBLE_DEVICES=0 is not used: h names the GPUs",
-        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

@@ -17,16 +17,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from launcher.errors import ConfigError
 from launcher.planning.command import command_script, node_launcher_argv, with_port
 from launcher.planning.describe import describe
-from launcher.planning.environ import parse_env
 from launcher.planning.facts import TextFile
 from launcher.planning.hosts import render_hosts
 from launcher.rundir import RunDir
 from tests.planning_support import gpus, hostfile, plan
 
-CASES = Path(__file__).parent / "cases" / "env_files"
 TRAINING = ["train", "--plan", "/home/me/runs/x/plan.json"]
 PLANS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "one machine": (("run.name=x",), {}),
@@ -34,6 +31,8 @@ PLANS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "two hosts": (("run.name=x", "cluster.master_port=29511"), {"hostfile": hostfile("example")}),
     "fields": (("run.name=x",), {"hostfile": hostfile("example_fields")}),
     "slots": (("run.name=x", "gpus=[1,3]"), {"hostfile": hostfile("example")}),
+    "unequal": (("run.name=x",), {"hostfile": TextFile(path="h", text="a slots=3 # three\r\n\tb\tslots=2\r\n")}),
+    "addresses": (("run.name=x",), {"hostfile": TextFile(path="h", text="[2001:db8::1] slots=3\nme@n[1-2] slots=2")}),
 }
 
 
@@ -115,39 +114,8 @@ def test_the_script_knows_its_node_and_keeps_secrets() -> None:
     assert made.env["HF_TOKEN"] == "hf_secret"
     for rank, host in enumerate(made.hosts):
         assert f"  {rank})\n    exec {shlex.join(made.commands[host.name])}\n" in script
-
-
-def test_environment_of_ranks() -> None:
-    env = plan("gpus=2", cpu_count=9).env
-    assert env == {
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "4",
-        "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    assert "DS_ACCELERATOR" not in plan(gpus=gpus(2)).env
-    assert "OMP_NUM_THREADS" not in plan(hostfile=hostfile("example")).env, "the cores of other machines are not known"
-    file = TextFile(path="e", text="A=file\nB=file\nOMP_NUM_THREADS=3\n")
-    env = plan("env.set.A=typed", env_file=file).env
-    assert (env["A"], env["B"], env["OMP_NUM_THREADS"]) == ("typed", "file", "3")
-
-
-@pytest.mark.parametrize("case", json.loads((CASES / "expected.json").read_text()), ids=lambda case: case["file"])
-def test_env_files(case: dict[str, Any]) -> None:
-    file = TextFile(path=case["file"], text=(CASES / case["file"]).read_bytes().decode())
-    if isinstance(case["want"], dict):
-        assert parse_env(file) == case["want"]
-        return
-    with pytest.raises(ConfigError) as caught:
-        parse_env(file)
-    assert caught.value.problems[0].where == "no_equals.env:1"
-    assert "has no =" in caught.value.problems[0].text
-
-
-def test_env_lines() -> None:
-    text = "\n# note\n  export A='a b'\nB=\"x\nC=$HOME `id` # kept\nD=''\nE= spaced \n"
-    want = {"A": "a b", "B": '"x', "C": "$HOME `id` # kept", "D": "", "E": " spaced "}
-    assert parse_env(TextFile(path="e", text=text)) == want
-    with pytest.raises(ConfigError) as caught:
-        parse_env(TextFile(path="e", text="1A=x\nB=1\n=x\nC=\0\n"))
-    assert [p.where for p in caught.value.problems] == ["e:1", "e:3", "e:4"]
+    own = {"worker-2": {"NCCL_SOCKET_IFNAME": "eth 1", "X_TOKEN": "hidden"}}
+    script = command_script(dataclasses.replace(made, host_env=own))
+    exports = "    export NCCL_SOCKET_IFNAME='eth 1'\n    # export X_TOKEN=...  a secret: set it yourself\n"
+    assert f"  1)\n{exports}    exec" in script
+    assert script.count("NCCL_SOCKET_IFNAME") == 1

@@ -180,7 +180,16 @@ def test_gpus_of_nvidia_smi(three_gpus: Path) -> None:
 
 @pytest.mark.parametrize(
     ("visible", "indices"),
-    [("2,0", [2, 0]), ("", []), ("GPU-bbbb2222", [1]), ("GPU-aaaa", [0]), (" 1 , 2 ", [1, 2])],
+    [
+        ("2,0", [2, 0]),
+        ("", []),
+        ("GPU-bbbb2222", [1]),
+        ("GPU-aaaa", [0]),
+        (" 1 , 2 ", [1, 2]),
+        ("-1", []),
+        ("NoDevFiles", []),
+        ("1,-1,2", [1]),
+    ],
 )
 def test_visible_devices(three_gpus: Path, monkeypatch: pytest.MonkeyPatch, visible: str, indices: list[int]) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -189,12 +198,30 @@ def test_visible_devices(three_gpus: Path, monkeypatch: pytest.MonkeyPatch, visi
     assert facts.problems == ()
 
 
-@pytest.mark.parametrize("visible", ["7", "GPU-bbbb", "MIG-1234", "1,x"])
-def test_visible_devices_that_are_not_here(three_gpus: Path, monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
+@pytest.mark.parametrize(
+    ("visible", "why"),
+    [
+        ("7", "7 is none of this machine's GPUs, 0, 1, 2"),
+        ("GPU-bbbb", "GPU-bbbb is none of this machine's GPUs, 0, 1, 2"),
+        ("1,x", "x is none of this machine's GPUs, 0, 1, 2"),
+        ("1,GPU-bbbb2222", "GPU-bbbb2222 is named twice"),
+        ("MIG-1234", "MIG-1234 is a part of a GPU, and DeepSpeed gives ranks whole ones by number"),
+    ],
+)
+def test_visible_devices_that_cannot_be_used(
+    three_gpus: Path, monkeypatch: pytest.MonkeyPatch, visible: str, why: str
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     (problem,) = gather_facts(compose()).problems
-    assert f"CUDA_VISIBLE_DEVICES={visible}" in problem.text
-    assert problem.text.endswith("is none of this machine's GPUs, 0, 1, 2")
+    assert problem.text == f"CUDA_VISIBLE_DEVICES={visible}: {why}"
+
+
+def test_the_environment_and_own_addresses_are_facts(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    (here / "hosts").write_text("root@127.0.0.2 slots=1\nb slots=1 addr=192.0.2.1\n[::1] slots=1 # 127.0.0.3\n")
+    facts = gather_facts(compose(f"cluster.hostfile={here}/hosts"))
+    assert facts.environ["SLURM_JOB_ID"] == "7"
+    assert set(facts.addresses) - {"::1"} == {"127.0.0.2", "127.0.0.3"}, "192.0.2.1 is nobody's"
 
 
 def test_nvidia_smi_that_finds_no_gpu(three_gpus: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import queue
 import re
 import signal
 import socket
@@ -17,10 +18,11 @@ from typing import Any
 import pytest
 import torch
 
-from launcher.errors import ConfigError, MachineError
+from launcher.errors import ConfigError, LauncherError
 from launcher.rundir import RunDir, read_json
 from launcher.running.preflight import preflight
-from launcher.spec import ProfileConfig
+from launcher.running.transport import close_all, open_channels
+from launcher.spec import ProfileConfig, RunPlan
 from launcher.training.metriclog import MetricLog
 from launcher.training.profiling import make_profile
 from launcher.training.rankstatus import RankStatus
@@ -72,11 +74,22 @@ def test_nsys_must_be_on_the_path(runs: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(runs)
     ready = plan("profile=nsys", f"run.dir={runs / 'run'}", gpus=gpus(1), hostname=socket.gethostname())
     monkeypatch.setenv("PATH", str(runs))
-    with pytest.raises(MachineError, match="needs NVIDIA's nsys"):
-        preflight(ready)
+    assert "needs nsys, and the PATH has none" in preflight_says(ready)
     (runs / "nsys").write_text("#!/bin/sh\n")
     (runs / "nsys").chmod(0o755)
-    preflight(ready)
+    assert "nsys" not in preflight_says(ready)  # it may miss the GPU
+
+
+def preflight_says(ready: RunPlan) -> str:
+    """What keeps a run from starting on this machine."""
+    channels = open_channels(ready, queue.Queue())
+    try:
+        preflight(ready, channels)
+    except LauncherError as error:
+        return str(error)
+    finally:
+        close_all(list(channels.values()))
+    return ""
 
 
 @pytest.mark.parametrize(("done", "total"), [(10, 400), (0, 11)])

@@ -150,7 +150,7 @@ def test_block_says_what_matters() -> None:
     short = [line.plain for line in compose(snapshot_of(64, now), columns=59, rows=7, now=now)]
     assert short[0].startswith("training") and short[0].endswith("left")
     assert "64 ranks  64 training" in short
-    assert any(line.startswith("rank 1   training  no news for 3 min") for line in short)
+    assert any(line.startswith("gpu-0.1   training  no news for 3 min") for line in short)
     ascii_only = compose(snapshot_of(2, now), columns=79, rows=20, now=now, ascii_only=True)
     assert ascii_only[0].plain.isascii()
 
@@ -162,9 +162,29 @@ def test_failed_and_late_ranks_are_told_of_many() -> None:
     snapshot.statuses[5]["step"] = 15
     text = "\n".join(line.plain for line in compose(snapshot, columns=100, rows=30, now=now))
     assert "16 ranks  15 training  1 failed  behind: rank 5 at step 15" in text
-    assert "rank 9   failed: OutOfMemoryError" in text
+    assert "gpu-1.9   failed: OutOfMemoryError" in text
     assert "16 GPUs  61.2 GiB  98 %  412 W  2 slowed down by heat or power supply" in text
+    assert "gpu-0  8 training  steps 15 to 20  61.2 GiB  98 %  412 W" in text
+    assert "gpu-1  7 training  1 failed  step 20" in text
     assert "■!■■■■■■■✗■■■■■■" in text
+
+
+def test_host_out_of_contact_is_told_until_it_is_back(tmp_path: Path) -> None:
+    run, out = RunDir(tmp_path), io.StringIO()
+    progress = Progress(run, PlainDisplay(out))
+    now = time.time()
+    append_json(run.events, {"event": "contact_lost", "host": "n2", "time": now - 40, "reason": "ssh: timed out"})
+    progress.update({})
+    assert [line.plain for line in compose(progress.snapshot, columns=79, rows=3, now=now)][1:] == [
+        "out of contact: n2 for 40 s"
+    ]
+    append_json(run.events, {"event": "contact_back", "host": "n2", "time": now, "seconds": 40.2})
+    progress.update({})
+    assert len(compose(progress.snapshot, columns=79, rows=3, now=now)) == 1
+    assert [line for line in out.getvalue().splitlines() if line != "starting"] == [
+        "contact with n2 is lost (ssh: timed out): trying again",
+        "contact with n2 is back after 40 s",
+    ]
 
 
 def test_old_warning_comes_back_into_the_block(tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ def project_requirements() -> list[Requirement]:
 def test_the_project_asks_for_all_that_its_code_imports() -> None:
     names = {
         "PIL": "pillow",
+        "huggingface_hub": "huggingface-hub",
         "hydra": "hydra-core",
         "mlflow": "mlflow-skinny",
         "pynvml": "nvidia-ml-py",

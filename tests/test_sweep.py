@@ -24,7 +24,7 @@ from launcher.running.agent import find_run, is_alive, read_process
 from launcher.running.journal import last_step
 from launcher.running.results import read_numbers, result_table
 from launcher.running.state import current_job, find_folder, find_state, list_runs, run_name
-from launcher.running.supervise import StopSignals
+from launcher.running.stops import StopSignals
 from launcher.running.supervisor import read_supervisor
 from launcher.running.sweep import Sweep, run_sweep
 from launcher.running.sweep_plan import plan_sweep

@@ -7,15 +7,17 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from launcher.__main__ import main
 from launcher.errors import ConfigError
-from launcher.rundir import RunDir, complete_checkpoints
+from launcher.rundir import RunDir, append_json, complete_checkpoints
 from launcher.running.agent import find_run
 from launcher.running.state import find_folder, find_state, list_runs
+from launcher.running.supervisor import asked_by_file, write_supervisor
 from tests.running_support import Run, running, stand_in, wait_until
 
 
@@ -167,3 +169,123 @@ def test_second_stop_ends_at_once(folder: Path) -> None:
 
 def _verb(verb: str, *argv: str) -> list[str]:
     return [sys.executable, "-m", "launcher", verb, *argv]
+
+
+def files_of(run: RunDir, texts: dict[str, str]) -> None:
+    run.logs.mkdir(exist_ok=True)
+    for name, text in texts.items():
+        (run.logs / f"{name}.log").write_text(text)
+
+
+def test_logs_of_hosts_are_folded(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = {f"n{1 + rank // 2}.{rank}": "attention: sdpa\nerror: disk\n" for rank in range(4)}
+    ranks["n2.3"] = "attention: sdpa\n\x1b[31mError: my own\x1b[0m\nerror: disk\nhalf an err"
+    files_of(RunDir(folder), {**ranks, "n1.node": "starting\n", "n1.agent": "an error: lost\n", "n10.4": "error: x\n"})
+    assert main(["logs", str(folder), "--errors"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "n1.agent: an error: lost",
+        "n10.4: error: x",
+        "n2.3: Error: my own",
+        "n1.0-1,n2.2-3: error: disk",
+    ]
+    assert main(["logs", str(folder), "--host", "n1"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "n1.agent: an error: lost",
+        "n1.node: starting",
+        "n1.0-1: attention: sdpa",
+        "n1.0-1: error: disk",
+    ]
+    assert main(["logs", str(folder), "--host", "n2", "--rank", "3", "-n", "1"]) == 0
+    assert capsys.readouterr().out == "half an err\n"
+    assert main(["logs", str(folder), "--host", "n3"]) == 2
+    assert "no log of host n3" in capsys.readouterr().err
+
+
+def test_logs_that_are_opened_later_are_followed_too(folder: Path) -> None:
+    with running(folder, stand_in()) as run:
+        wait_until(lambda: find_state(run.dir).name == "running", 20, "it is supervised")
+        follow = subprocess.Popen(
+            _verb("logs", "-f", "--host", "localhost", str(folder)), stdout=subprocess.PIPE, text=True
+        )
+        run.training()
+        assert main(["stop", str(folder)]) == 0
+        run.end()
+        said = follow.communicate(timeout=20)[0].splitlines()
+    assert "localhost.0: rank 0 is here" in said and "localhost.1: rank 1 is here" in said
+    assert any(line.startswith("localhost.0-1: SIGTERM: this rank stops") for line in said)
+
+
+@pytest.fixture
+def far(folder: Path) -> RunDir:
+    """A run on two hosts of four ranks that is supervised from another machine."""
+    run = RunDir(folder)
+    hosts = [{"name": name, "gpus": list(range(4))} for name in ("n1", "n2")]
+    cluster = {"stop_grace_s": -29.5, "lost_contact_s": 120}
+    plan = {"config": {"cluster": cluster, "restart": {"max": 2}}, "hosts": hosts, "run_id": "20260101-000000-abc.1"}
+    run.plan.write_text(json.dumps(plan))
+    supervisor = {"pid": 1, "start": 1, "boot": "", "host": "elsewhere", "run_id": "20260101-000000-abc.1"}
+    (run.path / "supervisor.json").write_text(json.dumps(supervisor))
+    run.ranks.mkdir()
+    for rank in range(7):
+        host = "n1" if rank < 4 else "n2"
+        status = {"rank": rank, "host": host, "state": "running", "phase": "training", "step": 20 - rank // 4, "pid": 9}
+        run.rank(rank).write_text(json.dumps(status))
+    for step in range(1, 21):
+        line = {"kind": "step", "step": step, "total_steps": 100, "time": time.time() - 20 + step}
+        append_json(run.metrics, line)
+    return run
+
+
+def test_run_on_several_hosts_is_shown_by_host(far: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    append_json(far.events, {"time": 1.0, "event": "restart", "number": 1, "of": 2, "why": "rank 5 on n2 died"})
+    lost = {"event": "contact_lost", "host": "n2", "time": time.time() - 40, "reason": "ssh: timed out"}
+    append_json(far.events, lost)
+    assert main(["status", str(far.path)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[1].startswith("state   supervised by process 1 on elsewhere, which cannot be seen from here; its last")
+    assert shown[2] == "start   2 of at most 3, after: rank 5 on n2 died"
+    assert shown[3].startswith("step    20/100  loss -") and shown[3].endswith("0:01:20 left")
+    assert shown[4] == "n1  ranks 0-3: training, step 20"
+    assert shown[5] == "n2  ranks 4-7: 3 training, 1 not heard of, step 19; contact lost 40 s ago (ssh: timed out)"
+    append_json(far.events, {"event": "contact_back", "host": "n2", "time": time.time()})
+    assert main(["status", str(far.path)]) == 0
+    assert "contact lost" not in capsys.readouterr().out
+
+
+def test_stop_from_another_machine_asks_by_file(far: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    stops = subprocess.Popen(_verb("stop", str(far.path)), stdout=subprocess.PIPE, text=True)
+    wait_until(lambda: asked_by_file(far) == 1, 10, "it was asked")
+    far.outcome.write_text(json.dumps({"status": "stopped", "exit_code": 143}))
+    said = stops.communicate(timeout=10)[0].splitlines()
+    assert said[0].startswith("asked process 1 on elsewhere to stop, by a file in the run folder: it finishes the step")
+    assert (said[-1], stops.returncode) == ("stopped (exit code 143)", 0)
+    far.outcome.unlink()
+    assert main(["stop", str(far.path)]) == 3  # nobody reacts
+    assert "elsewhere does not react" in capsys.readouterr().err
+    assert asked_by_file(far) == 2
+
+
+def test_outcome_before_a_restart_is_not_the_end(far: RunDir) -> None:
+    far.outcome.write_text(json.dumps({"status": "failed", "exit_code": 4, "attempt": 1, "started": "2026-01-01"}))
+    assert find_state(far).name == "failed"
+    append_json(far.events, {"time": time.time(), "event": "restart", "number": 1, "of": 2})
+    assert find_state(far).name == "unknown"
+
+
+def test_killed_supervisor_of_far_ranks_says_what_it_cannot_see(far: RunDir) -> None:
+    write_supervisor(far, "gone")
+    data = json.loads((far.path / "supervisor.json").read_text())
+    (far.path / "supervisor.json").write_text(json.dumps({**data, "start": 1}))
+    plan = json.loads(far.plan.read_text())
+    plan["config"]["cluster"]["stop_grace_s"] = 20
+    far.plan.write_text(json.dumps(plan))
+    state = find_state(far)
+    assert (state.name, state.text) == (
+        "ending",
+        "its launching process is gone; what runs on n1, n2 cannot be seen from here, and ends by itself within 140 s",
+    )
+    for path in [*far.path.rglob("*.json*")]:
+        os.utime(path, (1e9, 1e9))
+    state = find_state(far)
+    assert state.name == "lost"
+    assert state.text.endswith("what runs on n1, n2 cannot be seen from here, and has ended unless that host is stuck")

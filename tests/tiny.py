@@ -65,6 +65,7 @@ def tiny_plan(run_dir: Path, *, stage: int = 0, ranks: int = 1, max_tokens: int 
         hosts=(Host(name="localhost", gpus=tuple(range(ranks))),),
         hosts_source="a test",
         hosts_assumed=False,
+        transport="local",
         device="cpu",
         gpu_kind=None,
         master_addr="127.0.0.1",
@@ -92,5 +93,7 @@ def tiny_plan(run_dir: Path, *, stage: int = 0, ranks: int = 1, max_tokens: int 
         deepspeed=deepspeed,
         memory={},
         env={},
+        host_env={},
+        cores={},
         commands={},
     )

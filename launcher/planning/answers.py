@@ -44,13 +44,25 @@ def takes_list(key: str) -> bool:
     return key == "gpus" or typing.get_origin(keys.base(keys.kind_of(key))) is list
 
 
-_EXAMPLES = {"nodes": "2", "gpus": "2", "optim.lr": "1e-5", "train.max_steps": "1000", "cluster.master_port": "29500"}
+_EXAMPLES = {
+    "nodes": "2",
+    "gpus": "2",
+    "optim.lr": "1e-5",
+    "train.max_steps": "1000",
+    "cluster.master_port": "29500",
+    "cluster.activate": "/opt/conda/bin/activate NAME",
+    "cluster.wrap": "[docker,exec,-i,NAME]",
+    "cluster.slurm_args": "[--partition=gpu,--time=08:00:00]",
+    "cluster.pdsh_args": "[-f,64]",
+    "env.forward": "[HF_*,NCCL_DEBUG]",
+    "notify.command": "[/usr/local/bin/tell,--team,vision]",
+}
 
 
 def example(key: str) -> str:
     """`key` with its default, or with a value of its type."""
     if key in _EXAMPLES:
-        return f"{key}={_EXAMPLES[key]}"
+        return grammar.shell(f"{key}={_EXAMPLES[key]}")
     value = keys.default(key) if key in keys.kinds() else None
     if value is not None and value != "???":
         return grammar.shell(f"{key}={grammar.as_typed(value)}")

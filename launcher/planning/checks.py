@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import re
+import shlex
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.planning import keys
+from launcher.planning import habits, keys
 
 PARTS = ("lora", "full", "frozen")
 METRICS = ("ndcg@10", "mrr@10", "recall@1", "recall@5")
 TRACKERS = ("wandb", "mlflow", "swanlab")
+TRANSPORTS = ("local", "ssh", "env", "manual", "slurm", "pdsh")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,40 @@ def _are_trackers(value: list[str]) -> bool:
     return set(value) <= set(TRACKERS) and len(set(value)) == len(value)
 
 
+def _is_script_line(value: str) -> bool:
+    try:
+        return bool(shlex.split(value)) and value.isprintable()
+    except ValueError:  # a quote is not closed
+        return False
+
+
+def _are_words(value: list[str]) -> bool:
+    return all(word.strip() and word.isprintable() for word in value)
+
+
+def _are_options(value: list[str]) -> bool:
+    """Options, each with its value in it or behind it; any other word would be taken for a script."""
+    before = [None, *value]
+    takes = (word.startswith("-") or _may_take(last) for last, word in zip(before, value, strict=False))
+    return _are_words(value) and all(takes)
+
+
+def _may_take(word: str | None) -> bool:
+    return word is not None and word.startswith("-") and "=" not in word
+
+
+def _is_address(value: str) -> bool:
+    try:
+        ipaddress.ip_address(value)
+    except ValueError:
+        return re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?", value) is not None
+    return True
+
+
+def _are_patterns(value: list[str]) -> bool:
+    return all(re.fullmatch(r"[A-Za-z0-9_*?\[\]!-]+", pattern) for pattern in value)
+
+
 def _are_ranks(value: list[Any]) -> bool:
     return all(type(rank) is int and rank >= 0 for rank in value) and 0 < len(value) == len(set(value))
 
@@ -121,9 +158,19 @@ RULES: dict[str, Rule] = {
         lambda value: value in ("auto", "all", "none") or re.fullmatch(r"[0-9]+", value) is not None,
         ("auto", "all", "none"),
     ),
-    "cluster.transport": _one_of("auto", "local"),
+    "cluster.transport": _one_of("auto", *TRANSPORTS),
+    "cluster.activate": Rule('a script and its arguments, as a shell splits them: "FILE ARGUMENT"', _is_script_line),
+    "cluster.wrap": Rule("words of a command: [docker,exec,-i,NAME]", _are_words),
+    "cluster.sync": _one_of("check", "rsync", "none"),
+    "cluster.slurm_args": Rule("options for sbatch: [--partition=gpu,--time=08:00:00]", _are_options),
+    "cluster.pdsh_args": Rule("options for pdsh: [-f,64]", _are_words),
+    "cluster.master_addr": Rule("a host name or an address", _is_address),
     "cluster.master_port": _from(1, 65535),
-    "cluster.stop_grace_s": _ABOVE_0,
+    "cluster.bind_cores": _one_of("auto", "none"),
+    **{f"cluster.{name}": _ABOVE_0 for name in ("connect_s", "stop_grace_s", "lost_contact_s", "hang_s")},
+    "env.forward": Rule("names of variables, where * stands for any letters: [HF_*,NCCL_DEBUG]", _are_patterns),
+    "restart.max": _from(0),
+    "notify.command": Rule("a program and its arguments: [/usr/local/bin/tell,--team,vision]", _are_words),
     "eval.metric": _one_of(*METRICS),
     "eval.every_steps": _COUNT,
     "checkpoint.every_steps": _COUNT,
@@ -194,6 +241,10 @@ def repaired(key: str, value: Any) -> Any:
         typed = value if isinstance(value, list) else [value]
         near = (keys.nearest(str(name).lower(), RULES[key].values) for name in typed)
         return list(dict.fromkeys(name for name in near if name)) or None
+    if kind == list[str] and isinstance(value, str):
+        parts = shlex.split(value) if _is_script_line(value) else []
+        return parts if parts and rule_problem(key, parts) is None else None
     if key in RULES and isinstance(value, str):
-        return keys.nearest(value.lower(), RULES[key].values)
+        known = habits.VALUES.get(key, {}).get(value.lower())
+        return known or keys.nearest(value.lower(), RULES[key].values)
     return None

@@ -9,7 +9,7 @@ import base64
 import dataclasses
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launcher.planning.hosts import contiguous
@@ -77,15 +77,21 @@ def command_script(plan: RunPlan) -> str:
         f"#   sh {shlex.quote(str(RunDir(Path(plan.run_dir)).command))} NODE_RANK",
         *(f"#   NODE_RANK {rank} is {host.name}" for rank, host in enumerate(plan.hosts)),
     ]
-    for name, value in plan.env.items():
-        secret = is_secret(name, value)
-        lines.append(
-            f"# export {name}=...  a secret: set it yourself" if secret else f"export {name}={shlex.quote(value)}"
-        )
+    lines += _exports(plan.env)
     lines.append('case "${1:-0}" in')
     for rank, host in enumerate(plan.hosts):
-        lines += [f"  {rank})", f"    exec {shlex.join(plan.commands[host.name])}", "    ;;"]
+        own = [f"    {line}" for line in _exports(plan.host_env.get(host.name, {}))]
+        lines += [f"  {rank})", *own, f"    exec {shlex.join(plan.commands[host.name])}", "    ;;"]
     return "\n".join([*lines, "esac", ""])
+
+
+def _exports(env: Mapping[str, str]) -> list[str]:
+    return [
+        f"# export {name}=...  a secret: set it yourself"
+        if is_secret(name, value)
+        else f"export {name}={shlex.quote(value)}"
+        for name, value in env.items()
+    ]
 
 
 def _training(run: RunDir) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from launcher.planning.sources import find_sources
 from launcher.planning.walk import Walk, sentence
 from launcher.spec import RunConfig, from_data, to_data
 
+_PROGRAMS = ("cluster.python", "cluster.activate")
 DEMO = "digits"  # the experiment that runs when no model, dataset or experiment is named
 
 
@@ -157,5 +159,11 @@ def _make_absolute(data: dict[str, Any], key: str) -> None:
     *sections, name = key.split(".")
     for section in sections:
         data = data[section]
-    if data[name] is not None and (key != "cluster.python" or os.sep in data[name]):
-        data[name] = os.path.abspath(Path(data[name]).expanduser())
+    value = data[name]
+    if value is None or (key in _PROGRAMS and os.sep not in value.split()[0]):
+        return
+    if key == "cluster.activate":
+        script, *arguments = shlex.split(value)
+        data[name] = shlex.join([os.path.abspath(Path(script).expanduser()), *arguments])
+    else:
+        data[name] = os.path.abspath(Path(value).expanduser())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from launcher.errors import Problem
 from launcher.families import LORA_PARTS
 from launcher.planning.facts import Facts
+from launcher.planning.secrets import is_secret
 from launcher.spec import MISSING, RunConfig, TuneConfig
 
 MANY_STEPS = 10  # 30 steps of the tiny model made 18 MB, packed, and two minutes of writing on a busy CPU
@@ -87,6 +88,16 @@ def _much_recorded(config: RunConfig) -> Iterator[str]:
         yield (
             f"profile={profile.name} also records the evaluation after step {step}, which takes memory and makes the "
             f"files large: {other}"
+        )
+
+
+def withheld(transport: str, env: Mapping[str, str]) -> Iterator[str]:
+    """What of the environment a transport does not bring to the ranks, one sentence."""
+    names = sorted(name for name, value in env.items() if is_secret(name, value))
+    if transport == "pdsh" and names:
+        yield (
+            f"ranks do not get {', '.join(names)}: pdsh would show their values on command lines "
+            "(cluster.transport=ssh brings them)"
         )
 
 

@@ -10,10 +10,12 @@ from typing import Any
 from launcher.families import PARTS
 from launcher.planning.memory import ASSUMED_KIND, GIB
 from launcher.planning.secrets import masked
-from launcher.spec import RunPlan
+from launcher.spec import Host, RunPlan
 
 WIDTH = 110
 SHOWN_COMMANDS = 4
+SHOWN_HOSTS = 16
+SOURCES = ("launcher", "forwarded", "env.file", "env.set")  # later ones win
 FILES = (
     ("plan.json, config.yaml, overrides.txt", "what was planned and what was typed"),
     ("ds_config.json, hostfile, env.txt, command.sh", "the same run without the launcher"),
@@ -47,20 +49,44 @@ def describe(plan: RunPlan) -> str:
 def _hosts(plan: RunPlan, warning: str | None) -> list[str]:
     head = [f"Hosts  {plan.hosts_source}"] if warning is None else [*_wrap(f"Warning: {warning}", ""), "", "Hosts"]
     rows = [("host", "ranks", "GPUs" if plan.device == "cuda" else "slots", "address", "")]
-    rank = 0
-    for host in plan.hosts:
-        ranks = f"{rank}" if host.slots == 1 else f"{rank}-{rank + host.slots - 1}"
+    shown, rank, turned = SHOWN_HOSTS if len(plan.hosts) > SHOWN_HOSTS + 1 else len(plan.hosts), 0, False
+    for host in plan.hosts[:shown]:
         fields = {"user": host.user, "port": host.port, "iface": host.iface, "weight": host.weight}
         extra = " ".join(f"{key}={value}" for key, value in fields.items() if value is not None)
-        rows.append((host.name, ranks, _spans(host.gpus), host.address or host.name, extra))
+        slots = slots_by_rank(host, rank)
+        turned = turned or slots != host.gpus
+        rows.append((host.name, _span(rank, host.slots), _spans(slots), host.address or host.name, extra))
         rank += host.slots
     port = f"port {plan.master_port}" if plan.master_port else "a free port"
     guess = f"planned as {ASSUMED_KIND}; cluster.gpu=KIND" if plan.device == "cuda" else "CPU"
-    kind = plan.gpu_kind or guess
-    lines = [*table(rows), f"  {_count(plan.world_size, 'rank')} ({kind}) meet at {plan.master_addr}, {port}"]
+    reached = "" if plan.transport == "local" else f" over {plan.transport}"
+    lines = table(rows)
+    if shown < len(plan.hosts):
+        last = plan.hosts[-1].name
+        lines.append(
+            f"  ... and {len(plan.hosts) - shown:,} more to {last}, ranks {_span(rank, plan.world_size - rank)}"
+        )
+    if turned:
+        lines.append("  (in the order of ranks: LOCAL_RANK is the rank modulo the ranks of its host)")
+    ranks = f"{_count(plan.world_size, 'rank')} ({plan.gpu_kind or guess}){reached}"
+    lines.append(f"  {ranks} meet at {plan.master_addr}, {port}")
     if plan.resume_from:
         lines.append(f"  resumes from {plan.resume_from}")
     return head + lines
+
+
+def slots_by_rank(host: Host, first_rank: int) -> tuple[int, ...]:
+    """Slots in the order of the host's ranks: DeepSpeed gives each rank slot `rank % slots`, not the next one.
+
+    Example:
+        >>> slots_by_rank(Host(name="b", gpus=(0, 1)), 3)
+        (1, 0)
+    """
+    return tuple(host.gpus[(first_rank + n) % host.slots] for n in range(host.slots))
+
+
+def _span(first: int, count: int) -> str:
+    return f"{first}" if count == 1 else f"{first}-{first + count - 1}"
 
 
 def _model(plan: RunPlan) -> list[str]:
@@ -128,7 +154,17 @@ def _deepspeed(plan: RunPlan) -> list[str]:
 
 
 def _environment(plan: RunPlan) -> list[str]:
-    return ["Environment of every rank", *(f"  {key}={shlex.quote(v)}" for key, v in masked(plan.env).items())]
+    names = sorted(plan.env, key=lambda name: (SOURCES.index(plan.env_sources[name]), name))
+    values = masked(plan.env)
+    return ["Environment of every rank", *table([(plan.env_sources[n], f"{n}={_quoted(values[n])}") for n in names])]
+
+
+def _quoted(value: str) -> str:
+    """One line that a shell reads as `value`."""
+    if value.isprintable():
+        return shlex.quote(value)
+    escaped = value.encode("unicode_escape").decode().replace("'", "\\'")
+    return f"$'{escaped}'"
 
 
 def _files(plan: RunPlan) -> list[str]:

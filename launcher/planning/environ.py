@@ -1,16 +1,19 @@
-"""The environment of every rank: what the launcher sets, a file of KEY=VALUE lines, single values. All literal."""
+"""The environment of every rank: the launcher's own, this shell's by pattern, a file, single values. All literal."""
 
 from __future__ import annotations
 
+import fnmatch
 import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.errors import ConfigError, Problem
 from launcher.planning.facts import Facts, TextFile
-from launcher.planning.placement import Placement, is_this_machine
-from launcher.spec import RunConfig
+from launcher.planning.placement import Placement
+from launcher.spec import FORWARDED, RunConfig
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 # DeepSpeed's node launcher writes these for each rank, so a value from elsewhere would be lost.
 OWNED = {
@@ -24,62 +27,158 @@ OWNED = {
     "CROSS_RANK": "remove the variable",
     "CROSS_SIZE": "nodes=2",
 }
+_OURS = "LAUNCHER_"  # what the launcher tells its own processes
+_ACCELERATORS = ("cpu", "cuda")
 
 
-def rank_environment(config: RunConfig, facts: Facts, placement: Placement) -> dict[str, str]:
-    """Variables of every rank, the last word first: env.set, then env.file, then the launcher's own."""
-    env = _defaults(facts, placement)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Declared:
+    """What a person gives to every rank, and where each variable came from: forwarded, env.file or env.set."""
+
+    env: Mapping[str, str]
+    sources: Mapping[str, str]
+    warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def cpu_only(self) -> bool:
+        """Whether DeepSpeed is told to leave GPUs alone."""
+        return self.env.get("DS_ACCELERATOR") == "cpu"
+
+
+def declare(config: RunConfig, facts: Facts) -> Declared:
+    """The last word first: env.set, then env.file, then this shell's. ConfigError with every problem found."""
+    forwarded = _forwarded(config.env.forward, facts.environ)
+    env, sources = dict(forwarded), dict.fromkeys(forwarded, "forwarded")
     problems: list[Problem] = []
-    if facts.env_file is not None:
-        try:
-            env.update(parse_env(facts.env_file))
-        except ConfigError as error:
-            problems.extend(error.problems)
-    for name, value in config.env.set.items():
-        if not _NAME.fullmatch(name):
+    for where, name, value in _from_file(facts.env_file, problems):
+        problems.extend(_unfit(name, value, where))
+        env[name], sources[name] = value, "env.file"
+    for name, given in config.env.set.items():
+        if not NAME.fullmatch(name):
             problems.append(Problem(f"env.set.{name}: not a name of a variable", "", ("env.set.NAME=VALUE",)))
-        elif value is not None:
-            env[name] = _text(value)
-    for name, instead in OWNED.items():
-        if name in env:
-            where = "env.set" if name in config.env.set else facts.env_file.path if facts.env_file else ""
-            problems.append(Problem(f"{name} is set for each rank by the launcher", where, (instead,)))
+        elif given is not None:
+            problems.extend(_unfit(name, _text(given), "env.set"))
+            env[name], sources[name] = _text(given), "env.set"
+    for name in sorted(env):
+        if sources[name] == "forwarded":
+            problems.extend(_undecodable(name, env[name], f"unset {name}"))
+    chosen = env.get("DS_ACCELERATOR", "cpu")
+    if chosen not in _ACCELERATORS:
+        text = f"DS_ACCELERATOR={chosen}: runs use NVIDIA's GPUs (cuda) or the CPU (cpu)"
+        problems.append(Problem(text, sources["DS_ACCELERATOR"], ("env.set.DS_ACCELERATOR=cuda",)))
     if problems:
         raise ConfigError(*problems)
-    return env
+    return Declared(env=env, sources=sources, warnings=tuple(_warnings(config, facts.environ, forwarded)))
+
+
+def rank_environment(declared: Declared, facts: Facts, placement: Placement) -> tuple[dict[str, str], dict[str, str]]:
+    """Variables of every rank, and the source of each: what was declared, over the launcher's own."""
+    if placement.device == "cpu" and declared.env.get("DS_ACCELERATOR") == "cuda":
+        tries = ("env.set.DS_ACCELERATOR=cpu", "cluster.hostfile=FILE with GPU machines")
+        raise ConfigError(Problem(f"DS_ACCELERATOR=cuda, and the run uses the CPU: {placement.source}", "", tries))
+    own = _own(facts, placement)
+    env, sources = {**own, **declared.env}, {**dict.fromkeys(own, "launcher"), **declared.sources}
+    return dict(sorted(env.items())), dict(sorted(sources.items()))
 
 
 def parse_env(file: TextFile) -> dict[str, str]:
     """KEY=VALUE lines: `export ` and one enclosing pair of quotes are removed, nothing is expanded."""
-    env: dict[str, str] = {}
     problems: list[Problem] = []
-    for number, line in enumerate(re.split(r"\r\n|\n", file.text.removeprefix("\ufeff")), start=1):
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        name, equals, value = line.lstrip().removeprefix("export ").lstrip().partition("=")
-        if not equals or not _NAME.fullmatch(name) or "\0" in value:
-            text = f"{name!r} has no =" if not equals else f"{name!r} is no name of a variable"
-            text = "a value cannot hold a NUL character" if "\0" in value else text
-            problems.append(Problem(text, f"{file.path}:{number}", ("NAME=VALUE",)))
-            continue
-        quoted = len(value) >= 2 and value[0] == value[-1] and value[0] in "'\""
-        env[name] = value[1:-1] if quoted else value
+    env = {name: value for _, name, value in _from_file(file, problems)}
     if problems:
         raise ConfigError(*problems)
     return env
 
 
-def _defaults(facts: Facts, placement: Placement) -> dict[str, str]:
+def render_env(env: Mapping[str, str]) -> str:
+    """Lines that `parse_env` reads back, but for values of several lines: those stand as a shell reads them."""
+    return "".join(f"{name}={_as_line(value)}\n" for name, value in sorted(env.items()))
+
+
+def _as_line(value: str) -> str:
+    if "\n" in value:  # no line can hold it literally
+        return "$'" + value.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n").replace("\r", "\\r") + "'"
+    quoted = len(value) >= 2 and value[0] == value[-1] and value[0] in "'\""
+    return f'"{value}"' if quoted or value.endswith("\r") else value
+
+
+def _from_file(file: TextFile | None, problems: list[Problem]) -> Iterator[tuple[str, str, str]]:
+    """(FILE:LINE, name, value) of each line that can be read; the others are added to `problems`."""
+    text = "" if file is None else file.text.removeprefix("\ufeff")
+    for number, line in enumerate(re.split(r"\r\n|\n", text), start=1):
+        if file is None or not line.strip() or line.lstrip().startswith("#"):
+            continue
+        where = f"{file.path}:{number}"
+        name, equals, value = re.sub(r"^\s*(export[ \t]+)?", "", line).partition("=")
+        if not equals:
+            problems.append(Problem(f"{name!r} has no =", where, ("NAME=VALUE",)))
+        elif NAME.fullmatch(name.rstrip()) and name != name.rstrip():
+            problems.append(Problem(f"no blanks before the = of {name.rstrip()}", where, ("NAME=VALUE",)))
+        elif not NAME.fullmatch(name):
+            problems.append(Problem(f"{name!r} is no name of a variable", where, ("NAME=VALUE",)))
+        elif "\0" in value:
+            problems.append(Problem("a value cannot hold a NUL character", where, ("NAME=VALUE",)))
+        else:
+            quoted = len(value) >= 2 and value[0] == value[-1] and value[0] in "'\""
+            yield where, name, value[1:-1] if quoted else value
+
+
+def _forwarded(patterns: list[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables of this shell that match a pattern, but for those that every rank gets from the launcher."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if _may_travel(name) and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    }
+
+
+def _may_travel(name: str) -> bool:
+    # bash keeps functions in variables whose names no other program takes
+    return name not in OWNED and not name.startswith(_OURS) and NAME.fullmatch(name) is not None
+
+
+def _unfit(name: str, value: str, where: str) -> Iterator[Problem]:
+    if name in OWNED:
+        yield Problem(f"{name} is set for each rank by the launcher", where, (OWNED[name],))
+    elif name.startswith(_OURS):
+        yield Problem(f"{name}: names that begin with {_OURS} are the launcher's own", where, ("another name",))
+    if "\0" in value:
+        yield Problem(f"{name}: a value cannot hold a NUL character", where, (f"env.set.{name}=VALUE",))
+    yield from _undecodable(name, value, f"env.set.{name}=VALUE", where)
+
+
+def _undecodable(name: str, value: str, attempt: str, where: str = "this shell") -> Iterator[Problem]:
+    """Bytes that are no text would not survive the plan's JSON."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        yield Problem(f"the value of {name} is not UTF-8, and cannot be passed on", where, (attempt,))
+
+
+def _warnings(config: RunConfig, environ: Mapping[str, str], forwarded: Mapping[str, str]) -> Iterator[str]:
+    """Names that were asked for and are not here; numbers of another job that are."""
+    asked = [name for name in config.env.forward if name not in FORWARDED and not re.search(r"[*?\[]", name)]
+    for name in asked:
+        if name in environ and name not in forwarded:
+            yield f"env.forward names {name}, which each rank gets from the launcher: this shell's is not passed on"
+        elif name not in environ:
+            yield f"env.forward names {name}, which is not set here"
+    left = [name for name in OWNED if name in environ and name != "CUDA_VISIBLE_DEVICES"]
+    if left and config.cluster.transport != "env":
+        yield f"this shell's {', '.join(left)} {'is' if len(left) == 1 else 'are'} not used: each rank gets its own"
+
+
+def _own(facts: Facts, placement: Placement) -> dict[str, str]:
     env = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     if placement.device == "cpu":
         env["DS_ACCELERATOR"] = "cpu"
     else:
         # Slot numbers are those of nvidia-smi, which counts by bus; CUDA alone counts the fastest GPU as 0.
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    if all(is_this_machine(host, facts.hostname) for host in placement.hosts):
-        # Ranks that each start a thread a core slow one another down.
+    if placement.transport == "local":
+        # Ranks that each start a thread a core slow one another down; of other hosts the cores are not known yet.
         env["OMP_NUM_THREADS"] = str(max(1, facts.cpu_count // placement.world_size))
-    return dict(sorted(env.items()))
+    return env
 
 
 def _text(value: Any) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +45,9 @@ class Facts:
     """Everything outside the configuration that a plan depends on."""
 
     cwd: str
+    environ: Mapping[str, str] = field(default_factory=dict)  # of the launching shell
     hostname: str = "localhost"
+    addresses: tuple[str, ...] = ()  # of this machine, among those that the hostfile names
     hostfile: TextFile | None = None  # cluster.hostfile, else hostfiles/default of the working folder
     gpus: tuple[LocalGpu, ...] = ()  # those that CUDA_VISIBLE_DEVICES allows
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES when it is set

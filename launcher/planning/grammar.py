@@ -102,6 +102,22 @@ def pieces(raw: str) -> list[str]:
     return [piece.strip() for piece in found]
 
 
+def parse_texts(raw: str) -> list[str] | None:
+    """The texts of a list in brackets, each literal unless in quotes; None when `raw` is no such list.
+
+    Example:
+        >>> parse_texts('[--time=08:00:00,-f,64,"a, b"]')
+        ['--time=08:00:00', '-f', '64', 'a, b']
+    """
+    if raw[:1] != "[" or raw[-1:] != "]":
+        return None
+    found = []
+    for piece in pieces(raw[1:-1]) if raw[1:-1].strip() else []:
+        parsed = parse(piece) if piece[:1] in ("'", '"') else Parsed()
+        found.append(parsed.value if parsed.quoted else piece)
+    return found
+
+
 def in_quotes(text: str) -> str:
     """`text` in double quotes of Hydra's grammar, whatever it holds."""
     from hydra.core.override_parser.types import Quote, QuotedString

@@ -9,7 +9,7 @@ from pathlib import Path
 from launcher.errors import ConfigError, Problem
 from launcher.planning import keys
 
-VERBS = ("run", "plan", "config", "check", "status", "logs", "stop", "resume", "report", "env", "help")
+VERBS = ("run", "plan", "config", "check", "fetch", "status", "logs", "stop", "resume", "report", "env", "help")
 
 HELP = """\
 Fine-tune a Qwen-VL model with DeepSpeed, from one command.
@@ -18,6 +18,8 @@ Fine-tune a Qwen-VL model with DeepSpeed, from one command.
   python -m launcher plan ...          what that run would be, without starting anything; --json for programs
   python -m launcher -m KEY=A,B ...    a sweep: one run for each combination of values; plan -m shows them
   python -m launcher check data ...    read and decode every row, name the bad ones
+  python -m launcher check hosts ...   reach every host and compare them, as a run does before it starts
+  python -m launcher fetch ...         put weights and data onto the hosts' disks; a run does so itself
   python -m launcher config [GROUP]    groups, options and keys, with defaults and what they mean
   python -m launcher status [RUN]      how a run is doing; without RUN, all runs here; RUN may be `latest`
   python -m launcher logs RUN          what its ranks printed; -f follows, --errors, --rank N
@@ -38,6 +40,7 @@ Groups
 
 Often typed
   nodes=2  gpus=4  gpus=[0,1]        which machines and GPUs; cluster.hostfile=FILE names the hosts
+  cluster.transport=slurm            how they are reached: ssh, slurm, env (one command on every node), manual, pdsh
   train.epochs=3  train.max_steps=500  train.seed=1
   batch.global_size=32               queries an optimizer step, over all GPUs; the rest is derived
   run.dir=FOLDER  run.name=NAME      where the run lives; an existing folder is never overwritten

@@ -9,20 +9,19 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from launcher.errors import ConfigError, Problem
+from launcher.planning.ranges import expand_name
 from launcher.spec import Host
 
 FORM = "worker-1 slots=8"
 FIELDS = ("slots", "gpus", "user", "port", "addr", "iface", "weight")
-MAX_RANGE = 4096
 
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _USER = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _IFACE = re.compile(r"[!-~]+")
-_RANGE = re.compile(r"\[([^\[\]]*)\]")
 
 
 class _Bad(Exception):
@@ -37,12 +36,14 @@ def parse_hostfile(text: str, where: str) -> tuple[Host, ...]:
     """Hosts in file order; every bad line is one problem of a single ConfigError. `where` names the file."""
     problems: list[Problem] = []
     found: list[tuple[int, Host]] = []
-    for number, line in enumerate(re.split(r"\r\n|\n", text.removeprefix("\ufeff")), start=1):
+    lines = re.split(r"\r\n|\n", text.removeprefix("\ufeff"))
+    for number, line in enumerate(lines, start=1):
         try:
             found.extend((number, host) for host in _parse_line(line))
         except _Bad as bad:
-            problems.append(Problem(str(bad), f"{where}:{number}", bad.tries or (FORM,)))
-    problems.extend(_duplicates(found, where))
+            problems.append(_problem(where, number, line, str(bad), *(bad.tries or (FORM,))))
+    for number, why in _duplicates(found):
+        problems.append(_problem(where, number, lines[number - 1], why, f"remove line {number}"))
     if not found and not problems:
         problems.append(Problem("the hostfile names no host", where, (f"a line such as  {FORM}",)))
     if problems:
@@ -68,6 +69,16 @@ def is_loopback(name: str) -> bool:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
+
+
+def _problem(where: str, number: int, line: str, why: str, *tries: str) -> Problem:
+    return Problem(f"{why}\n{_shown(line)}", f"{where}:{number}", tries)
+
+
+def _shown(line: str) -> str:
+    """The line with what cannot be seen, or would move the cursor, spelled out."""
+    text = line.strip().replace("\t", " ")
+    return "".join(char if " " <= char <= "~" else f"<U+{ord(char):04X}>" for char in text[:100])
 
 
 def _parse_line(line: str) -> list[Host]:
@@ -135,30 +146,21 @@ def _split_user(target: str) -> tuple[str | None, str]:
 
 def _expand(name: str) -> list[str]:
     """node[01-04,7] -> node01 ... node04 node7; a bracketed IPv6 address loses its brackets."""
-    match = _RANGE.search(name)
-    if match is None:
-        return [name]
-    before, after, inside = name[: match.start()], name[match.end() :], match.group(1)
-    if ":" in inside and not before and not after:
-        return [inside]
-    items: list[str] = []
-    for piece in inside.split(","):
-        span = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", piece)
-        if span is None:
-            raise _Bad(f"[{inside}] is no range", "node[01-04] slots=8", "node[1,3] slots=8")
-        first, last = span.group(1), span.group(2) or span.group(1)
-        if int(last) < int(first) or int(last) - int(first) >= MAX_RANGE:
-            raise _Bad(f"range {piece} must rise and hold at most {MAX_RANGE} hosts", "node[01-04] slots=8")
-        items += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
-    return [one for item in items for one in _expand(before + item + after)]
+    address = re.fullmatch(r"\[([^\[\]]*:[^\[\]]*)\](:[0-9]+)?", name)
+    if address is not None and address.group(2):
+        port = address.group(2)[1:]
+        raise _Bad("the ssh port has its own field", f"{address.group(1)} slots=8 port={port}")
+    if address is not None:
+        return [address.group(1)]
+    try:
+        return expand_name(name)
+    except ValueError as error:
+        raise _Bad(str(error), "node[01-04] slots=8", "node[1,3] slots=8") from None
 
 
 def _check_name(name: str) -> str:
-    try:
-        ipaddress.ip_address(name)
+    if _is_address(name):
         return name
-    except ValueError:
-        pass
     if re.fullmatch(r"[^:]+:[0-9]+", name):
         host, _, port = name.partition(":")
         raise _Bad(f"{name} is no host name; the ssh port has its own field", f"{host} slots=8 port={port}")
@@ -175,7 +177,10 @@ def _read_gpus(fields: dict[str, str], name: str) -> tuple[int, ...]:
         return tuple(range(slots))
     if not re.fullmatch(r"[0-9]+(,[0-9]+)*", fields["gpus"]):
         raise _Bad(f"gpus={fields['gpus']} is no list of slot numbers", f"{name} slots=8 gpus=0,1")
-    gpus = tuple(sorted({int(g) for g in fields["gpus"].split(",")}))
+    listed = [int(g) for g in fields["gpus"].split(",")]
+    if len(set(listed)) < len(listed):
+        raise _Bad(f"gpus={fields['gpus']} names a slot twice")
+    gpus = tuple(sorted(listed))
     if slots is not None and gpus[-1] >= slots:
         raise _Bad(f"gpus={fields['gpus']}, but slots={slots} are numbered 0 to {slots - 1}")
     return gpus
@@ -208,32 +213,51 @@ def _matching(fields: dict[str, str], key: str, pattern: re.Pattern[str]) -> str
     return value
 
 
-def _duplicates(found: list[tuple[int, Host]], where: str) -> list[Problem]:
-    """One problem for each later line that names a machine named before."""
-    problems = []
-    for index, (line, host) in enumerate(found):
-        for earlier_line, earlier in found[:index]:
-            why = _same_machine(earlier, host)
-            if why:
-                text = f"lines {earlier_line} and {line}: {why}"
-                problems.append(Problem(text, f"{where}:{line}", (f"remove line {line}",)))
-                break
-    return problems
+def _duplicates(found: list[tuple[int, Host]]) -> Iterator[tuple[int, str]]:
+    """Each later line that names a machine named before, and why."""
+    seen: dict[str, tuple[int, Host, str]] = {}  # mark -> the first line that has it, and what it means
+    for line, host in found:
+        earlier = next((seen[mark] for mark in _looks_for(host) if mark in seen), None)
+        if earlier is not None:
+            why = earlier[2].format(earlier[1].name, host.name)
+            yield line, f"lines {earlier[0]} and {line}: {why}"
+        for mark, why in _marks(host).items():
+            seen.setdefault(mark, (line, host, why))
 
 
-def _same_machine(a: Host, b: Host) -> str | None:
-    one, two = a.name.lower(), b.name.lower()
-    if one == two:
-        return f"{b.name} twice"
-    if is_loopback(one) and is_loopback(two):
-        return f"{a.name} and {b.name} are the same machine"
-    if a.address is not None and a.address == b.address:
-        return f"{a.name} and {b.name} have the same addr={a.address}"
-    short = min(one, two, key=len)
-    # A short name beside its own full name; two full names may share the first label.
-    if "." not in short and max(one, two, key=len).startswith(short + "."):
-        return f"{a.name} and {b.name} are the same machine by two names"
-    return None
+def _marks(host: Host) -> dict[str, str]:
+    """What no other machine of a file may have too -> how two that share it are told."""
+    name, port = host.name.lower().rstrip("."), host.port or 22
+    marks = {f"name {name}": "{1} twice"}
+    if is_loopback(name):
+        marks["loopback"] = "{0} and {1} are the same machine"
+    for address in (name, host.address):
+        if address is not None:  # two ports of one address may be two containers
+            marks[f"at {_normal(address)} {port}"] = f"{{0}} and {{1}} have the same address, {address}"
+    if not _is_address(name):
+        label, dot, _ = name.partition(".")
+        marks[f"{'full' if dot else 'short'} {label}"] = "{0} and {1} are the same machine by two names"
+    return marks
+
+
+def _looks_for(host: Host) -> list[str]:
+    """Marks that an earlier host must not have: its own, but a short name beside its full one, not two full names."""
+    other = {"full": "short", "short": "full"}
+    marks = [mark.partition(" ") for mark in _marks(host)]
+    return [f"{other.get(kind, kind)}{blank}{rest}" for kind, blank, rest in marks]
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _normal(address: str) -> str:
+    """One spelling for each address."""
+    return str(ipaddress.ip_address(address)) if _is_address(address) else address.lower().rstrip(".")
 
 
 def _render_host(host: Host) -> str:

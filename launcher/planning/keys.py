@@ -15,7 +15,13 @@ from launcher.planning import yamlfile
 from launcher.resources import conf_dir
 
 EXPERIMENT = "experiment"  # a group without keys of its own: its files set keys of other groups
-SECTIONS = ("run", "sweep", "env")  # keys that are kept together but have no options to choose from
+SECTIONS = (
+    "run",
+    "sweep",
+    "env",
+    "restart",
+    "notify",
+)  # keys that are kept together but have no options to choose from
 
 # Paths are relative to where the user stands, and `~` is the home folder.
 PATHS = (
@@ -27,6 +33,7 @@ PATHS = (
     "zero.config",
     "cluster.hostfile",
     "cluster.python",
+    "cluster.activate",  # with arguments behind the path
     "resume",
     "env.file",
 )
@@ -71,6 +78,11 @@ def kind_of(key: str) -> Any:
     if key.startswith("env.set.") and key.count(".") == 2:
         return str
     return Any if key.startswith("model.arch.") else None
+
+
+def is_texts(key: str) -> bool:
+    """Whether `key` holds a list of texts."""
+    return bool(base(kind_of(key)) == list[str])
 
 
 def base(kind: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Which hosts, which device, which GPU kind: from a hostfile, from this machine, or assumed for planning."""
+"""Which hosts, how they are reached, which device and kind of GPU: from what is known, or assumed for planning."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launcher.errors import ConfigError, Problem
-from launcher.planning.facts import Facts
-from launcher.planning.hosts import contiguous, is_loopback, parse_hostfile
+from launcher.planning.facts import Facts, LocalGpu
+from launcher.planning.hosts import contiguous, is_loopback
 from launcher.planning.memory import GPU_KINDS, GpuKind, kind_of
-from launcher.planning.selection import filter_hosts, limit_gpus, slots_of, take_nodes
+from launcher.planning.nodes import allocation, need_identity
+from launcher.planning.pool import Pool, find_pool, is_this_machine
+from launcher.planning.selection import filter_hosts, limit_gpus, names, take_nodes
+from launcher.planning.visible import check_slots, through_visible, visible_warnings
 from launcher.spec import Host, RunConfig
 
-LOCAL = "localhost"
-DEFAULT_GPUS = 8
-DEFAULT_CPU_RANKS = 2
+__all__ = ["Placement", "check_loopback", "is_this_machine", "meeting_address", "place"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +26,7 @@ class Placement:
     hosts: tuple[Host, ...]
     source: str  # a sentence
     assumed: bool
+    transport: str  # local | ssh | env | manual | slurm | pdsh
     device: str  # cuda | cpu
     gpu_kind: str | None
     memory_bytes: int | None  # of one GPU, or of RAM for one CPU rank; None when unknown
@@ -37,21 +39,47 @@ class Placement:
         return sum(host.slots for host in self.hosts)
 
 
-def place(config: RunConfig, facts: Facts) -> Placement:
-    """Choose hosts and device; everything wrong with the choice is one ConfigError."""
+def place(config: RunConfig, facts: Facts, *, cpu_only: bool = False) -> Placement:
+    """Choose hosts and device; everything wrong with the choice is one ConfigError.
+
+    `cpu_only`: the declared environment keeps DeepSpeed from GPUs, on every host.
+    """
     _check_combinations(config)
-    if facts.hostfile is not None:
-        return _from_hostfile(config, facts)
-    nodes = 1 if config.nodes is None else config.nodes
-    if nodes > 1 or (config.cluster.gpu is not None and not facts.gpus):
-        return _assumed(config, nodes)
-    return _this_machine(config, facts)
+    facts = dataclasses.replace(facts, gpus=()) if cpu_only else facts
+    pool = find_pool(config, facts, cpu_only=cpu_only)
+    hosts = _choose(config, pool)
+    transport = _transport(config, facts, pool, hosts)
+    problems = [*check_loopback(hosts, config.cluster.master_addr), *_ipv6_slots(hosts, pool)]
+    problems += check_slots(hosts, facts, pool, transport)
+    if problems:
+        raise ConfigError(*problems)
+    if transport != "slurm":  # there the scheduler says on each host which GPUs are the job's
+        here = _hosts_here(hosts, facts, transport)
+        visible = [gpu.index for gpu in facts.gpus]
+        hosts = tuple(through_visible(host, visible) if host.name in here else host for host in hosts)
+    source, warnings = _source(pool, hosts, facts, cpu_only), visible_warnings(hosts, facts, pool, transport)
+    kind, memory, capability = _gpu(config, _seen(facts, pool, hosts, transport))
+    if pool.device == "cpu":
+        ram = facts.ram_bytes if transport == "local" else None
+        kind, memory, capability = None, None if ram is None else ram // hosts[0].slots, None
+    return Placement(
+        hosts=hosts,
+        source=source,
+        assumed=pool.kind == "assumed",
+        transport=transport,
+        device=pool.device,
+        gpu_kind=kind,
+        memory_bytes=memory,
+        capability=capability,
+        warnings=(*_assumption(pool, hosts), *warnings),
+    )
 
 
-def is_this_machine(host: Host, hostname: str) -> bool:
-    """Whether `host` is the machine called `hostname`, as far as names tell."""
-    name = host.name.lower()
-    return is_loopback(name) or name in (hostname.lower(), hostname.lower().partition(".")[0])
+def _hosts_here(hosts: Sequence[Host], facts: Facts, transport: str) -> set[str]:
+    """Hosts that are this machine. Where the same command runs on every node, each knows which one it is."""
+    if transport == "env":
+        return {hosts[need_identity(facts.environ).node_rank].name}
+    return {host.name for host in hosts if is_this_machine(host, facts.hostname, facts.addresses)}
 
 
 def check_loopback(hosts: Sequence[Host], master_addr: str | None) -> list[Problem]:
@@ -88,78 +116,84 @@ def _check_combinations(config: RunConfig) -> None:
         raise ConfigError(*problems)
 
 
-def _from_hostfile(config: RunConfig, facts: Facts) -> Placement:
-    assert facts.hostfile is not None
-    path, cluster = facts.hostfile.path, config.cluster
-    hosts = parse_hostfile(facts.hostfile.text, path)
-    total = len(hosts)
-    hosts = filter_hosts(hosts, cluster.include, cluster.exclude)
-    hosts = limit_gpus(take_nodes(hosts, config.nodes, path), config.gpus)
-    problems = check_loopback(hosts, cluster.master_addr)
-    for host in hosts:
-        if ":" in host.name and not contiguous(host):
-            text = f"{host.name}: DeepSpeed cannot name slots of a host that is written as an IPv6 address"
-            problems.append(Problem(text, path, (f"NAME slots={host.slots} addr={host.name}",)))
-    if problems:
-        raise ConfigError(*problems)
-    how = f"all {total} hosts" if len(hosts) == total else f"{len(hosts)} of its {total} hosts"
-    source = f"{path}: {how}" if total > 1 else f"{path}: 1 host"
-    warnings = []
-    local = all(is_this_machine(host, facts.hostname) for host in hosts)
-    if facts.visible_devices is not None and local:
-        warnings.append(f"CUDA_VISIBLE_DEVICES={facts.visible_devices} is not used: {path} names the GPUs")
-    if local and not facts.gpus and cluster.gpu is None:
-        return _on_cpu(facts, hosts, source, warnings)
-    return _on_gpus(config, facts if local else None, hosts, source, warnings=warnings)
+def _choose(config: RunConfig, pool: Pool) -> tuple[Host, ...]:
+    """The hosts and slots of `pool` that the configuration asks for."""
+    if pool.joined is not None:
+        return limit_gpus(_all_nodes(config, pool, pool.joined), config.gpus)
+    hosts = filter_hosts(pool.hosts, config.cluster.include, config.cluster.exclude)
+    return limit_gpus(take_nodes(hosts, config.nodes, pool.name), config.gpus)
 
 
-def _assumed(config: RunConfig, nodes: int) -> Placement:
-    gpus = slots_of(DEFAULT_GPUS if config.gpus is None else config.gpus)
-    names = [f"node{n}" for n in range(1, nodes + 1)]
-    hosts = filter_hosts([Host(name=n, gpus=gpus) for n in names], config.cluster.include, config.cluster.exclude)
-    each = f"{len(gpus)} GPU{'s' if len(gpus) != 1 else ''}"
-    source = f"assumed: {', '.join(names[:3])}{' ...' if nodes > 3 else ''}, {each} each"
-    give = "cluster.hostfile=FILE names the real ones" if nodes > 1 else "leave cluster.gpu out to use this machine"
-    warning = f"no host is known: planned for {nodes} assumed host{'s' if nodes > 1 else ''} of {each}; {give}"
-    placement = _on_gpus(config, None, hosts, source, warnings=[])
-    return dataclasses.replace(placement, assumed=True, warnings=(warning, *placement.warnings))
+def _all_nodes(config: RunConfig, pool: Pool, joined: int) -> tuple[Host, ...]:
+    """The command runs on every node already, so that none can be left out."""
+    hosts = filter_hosts(pool.hosts, config.cluster.include, config.cluster.exclude)
+    hosts = take_nodes(hosts, config.nodes, pool.name)
+    if len(hosts) != joined:
+        text = f"{joined} nodes have started this command, and {len(hosts)} of {pool.name} are to be used"
+        raise ConfigError(Problem(text, "", (f"nodes={joined}", f"NNODES={len(hosts)}")))
+    return hosts
 
 
-def _this_machine(config: RunConfig, facts: Facts) -> Placement:
-    cluster = config.cluster
-    if facts.gpus:
-        visible = facts.visible_devices
-        source = "this machine" + (f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else "")
-        # Slot numbers count the visible GPUs from 0, as CUDA does; ranks get the machine's own numbers.
-        slots = limit_gpus([Host(name=LOCAL, gpus=tuple(range(len(facts.gpus))))], config.gpus)
-        slots = filter_hosts(slots, cluster.include, cluster.exclude)
-        chosen = [facts.gpus[slot] for slot in slots[0].gpus]
-        host = Host(name=LOCAL, gpus=tuple(gpu.index for gpu in chosen))
-        return _on_gpus(config, dataclasses.replace(facts, gpus=tuple(chosen)), [host], source, warnings=[])
-    gpus = slots_of(DEFAULT_CPU_RANKS if config.gpus is None else config.gpus)
-    hosts = filter_hosts([Host(name=LOCAL, gpus=gpus)], cluster.include, cluster.exclude)
-    return _on_cpu(facts, hosts, "this machine, which has no GPU", [])
+def _transport(config: RunConfig, facts: Facts, pool: Pool, hosts: Sequence[Host]) -> str:
+    """How hosts are reached. Raises ConfigError when they cannot be reached as asked."""
+    asked = config.cluster.transport
+    alone = len(hosts) == 1 and is_this_machine(hosts[0], facts.hostname, facts.addresses)
+    if asked == "local" and not alone:
+        others = f"{pool.name} names {names(hosts)}"
+        text = f"cluster.transport=local runs on this machine, {facts.hostname}, and {others}"
+        raise ConfigError(Problem(text, "", ("cluster.transport=auto", "cluster.hostfile=null")))
+    if asked != "auto" and not (asked == "slurm" and pool.kind == "here"):  # the one host of a job is this one
+        return asked
+    if alone:
+        return "local"
+    job = allocation(facts.environ)
+    inside = job is not None and {host.name for host in hosts} <= set(job.hosts)
+    return "slurm" if inside else "ssh"
 
 
-def _on_cpu(facts: Facts, hosts: Sequence[Host], source: str, warnings: list[str]) -> Placement:
-    ranks = sum(host.slots for host in hosts)
-    return Placement(
-        hosts=tuple(hosts),
-        source=source,
-        assumed=False,
-        device="cpu",
-        gpu_kind=None,
-        memory_bytes=None if facts.ram_bytes is None else facts.ram_bytes // ranks,
-        capability=None,
-        warnings=tuple(warnings),
-    )
+def _ipv6_slots(hosts: Sequence[Host], pool: Pool) -> list[Problem]:
+    text = "{}: DeepSpeed cannot name slots of a host that is written as an IPv6 address"
+    return [
+        Problem(text.format(host.name), pool.name, (f"NAME slots={host.slots} addr={host.name}",))
+        for host in hosts
+        if ":" in host.name and not contiguous(host)
+    ]
 
 
-def _on_gpus(
-    config: RunConfig, facts: Facts | None, hosts: Sequence[Host], source: str, *, warnings: list[str]
-) -> Placement:
-    """GPU kind: what was typed, else what this machine has, else unknown. The smallest GPU decides."""
-    asked, gpus = config.cluster.gpu, facts.gpus if facts else ()
+def _source(pool: Pool, hosts: Sequence[Host], facts: Facts, cpu_only: bool) -> str:
+    total = len(pool.hosts)
+    if pool.kind == "here":
+        visible = "" if facts.visible_devices is None else f" (CUDA_VISIBLE_DEVICES={facts.visible_devices})"
+        if pool.device == "cuda":
+            return pool.name + visible
+        return f"{pool.name}, by DS_ACCELERATOR=cpu" if cpu_only else f"{pool.name}, which has no GPU{visible}"
+    if pool.kind == "assumed":
+        names = ", ".join(host.name for host in hosts[:3])
+        return f"assumed: {names}{' ...' if total > 3 else ''}, {_slots_each(pool, hosts)} each"
+    if total == 1 or pool.kind in ("nodes", "queue"):
+        return f"{pool.name}: {total} host{'s' if total != 1 else ''}"
+    return f"{pool.name}: " + (f"all {total} hosts" if len(hosts) == total else f"{len(hosts)} of its {total} hosts")
+
+
+def _assumption(pool: Pool, hosts: Sequence[Host]) -> list[str]:
+    if pool.kind != "assumed":
+        return []
+    several = len(pool.hosts) > 1
+    count = f"{len(pool.hosts)} assumed host{'s' if several else ''} of {_slots_each(pool, hosts)}"
+    give = "cluster.hostfile=FILE names the real ones" if several else "leave cluster.gpu out to use this machine"
+    return [f"no host is known: planned for {count}; {give}"]
+
+
+def _seen(facts: Facts, pool: Pool, hosts: Sequence[Host], transport: str) -> tuple[LocalGpu, ...]:
+    """GPUs of this machine that tell about those of the run."""
+    if transport == "local":
+        return tuple(gpu for gpu in facts.gpus if gpu.index in hosts[0].gpus)
+    return facts.gpus if pool.like_here else ()
+
+
+def _gpu(config: RunConfig, gpus: Sequence[LocalGpu]) -> tuple[str | None, int | None, tuple[int, int] | None]:
+    """Kind, memory and capability: what was typed, else what is seen here, else unknown. The smallest GPU decides."""
+    asked = config.cluster.gpu
     kind: GpuKind | None = None
     if asked is not None:
         if asked not in GPU_KINDS:
@@ -170,15 +204,15 @@ def _on_gpus(
         name, kind = gpus[0].name, kind_of(gpus[0].name)
     else:
         name = None
-    memory = [g.memory_bytes for g in gpus if g.memory_bytes is not None]
-    capability = [g.capability for g in gpus if g.capability is not None]
-    return Placement(
-        hosts=tuple(hosts),
-        source=source,
-        assumed=False,
-        device="cuda",
-        gpu_kind=name,
-        memory_bytes=min(memory) if memory else kind.memory_bytes if kind else None,
-        capability=min(capability) if capability else kind.capability if kind else None,
-        warnings=tuple(warnings),
+    memory = [gpu.memory_bytes for gpu in gpus if gpu.memory_bytes is not None]
+    capability = [gpu.capability for gpu in gpus if gpu.capability is not None]
+    return (
+        name,
+        min(memory) if memory else kind.memory_bytes if kind else None,
+        min(capability) if capability else kind.capability if kind else None,
     )
+
+
+def _slots_each(pool: Pool, hosts: Sequence[Host]) -> str:
+    unit = "GPU" if pool.device == "cuda" else "rank"
+    return f"{hosts[0].slots} {unit}{'s' if hosts[0].slots != 1 else ''}"

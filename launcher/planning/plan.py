@@ -18,9 +18,11 @@ from launcher.arithmetic import steps_per_epoch, total_steps, warmup_steps
 from launcher.errors import ConfigError, Problem
 from launcher.families import PARTS
 from launcher.fingerprint import fingerprint, misfits
+from launcher.planning.batch_script import slurm_problems
+from launcher.planning.choices import choose_attention, choose_precision, learning_rate
 from launcher.planning.command import with_port
-from launcher.planning.consistency import contradictions, oddities, profile_problems, uses_lora
-from launcher.planning.environ import rank_environment
+from launcher.planning.consistency import contradictions, oddities, profile_problems, withheld
+from launcher.planning.environ import declare, rank_environment
 from launcher.planning.facts import Facts, TextFile
 from launcher.planning.memory import MemoryPlan, disk_bytes, plan_memory
 from launcher.planning.models import (
@@ -35,12 +37,10 @@ from launcher.planning.placement import Placement, meeting_address, place
 from launcher.planning.speed import cost_model
 from launcher.planning.zero import Trained, finish_zero
 from launcher.planning.zero_lint import Settings
-from launcher.spec import BatchPlan, RunConfig, RunPlan, TuneConfig
+from launcher.spec import BatchPlan, RunConfig, RunPlan
 
 __all__ = ["Facts", "make_plan"]
 
-LR = {"lora": 1e-4, "full": 1e-5}  # adapters start at zero and bear more; whole weights are easily spoilt
-BF16_CAPABILITY = (8, 0)  # Ampere
 GB = 10**9
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class _Decided:
     shape: Shape
     placement: Placement
     precision: tuple[str, str]  # and why
-    env: dict[str, str]
+    env: tuple[dict[str, str], dict[str, str]]  # and the source of each variable
     lr: float
     deepspeed: dict[str, Any]
     notices: list[str]
@@ -97,7 +97,9 @@ def make_plan(config: RunConfig, facts: Facts, *, now: datetime) -> RunPlan:
 def _decide(config: RunConfig, facts: Facts, problems: _Problems) -> _Decided | None:
     """Every decision that can be made; None when one is missing, with the reason in `problems`."""
     arch = config.model.arch if config.model.path is None else facts.arch
-    placement = problems.attempt(place, config, facts)
+    declared = problems.attempt(declare, config, facts)
+    cpu_only = declared is not None and declared.cpu_only
+    placement = problems.attempt(place, config, facts, cpu_only=cpu_only)
     # Without arch the missing folder is a problem already.
     shape = None if arch is None else problems.attempt(read_shape, config.model, arch)
     if arch is not None and facts.resume is not None:
@@ -105,19 +107,16 @@ def _decide(config: RunConfig, facts: Facts, problems: _Problems) -> _Decided | 
         problems.found.extend(misfits(saved, fingerprint(config, arch), facts.resume.checkpoint))
     if shape is not None:
         problems.found.extend(check_targets(shape, config.tune))
+    if placement is not None:
+        problems.found.extend(slurm_problems(config, placement.hosts[0].slots))
     precision = problems.attempt(choose_precision, config, placement) if placement else None
-    env = problems.attempt(rank_environment, config, facts, placement) if placement else None
-    file = facts.zero_file  # when it is missing, that is a problem already
-    if arch is None or shape is None or placement is None or precision is None or env is None or file is None:
+    env = problems.attempt(rank_environment, declared, facts, placement) if placement and declared else None
+    if arch is None or shape is None or placement is None or precision is None or declared is None or env is None:
         return None
-    world, lr = placement.world_size, learning_rate(config)
-    settings = Settings(world_size=world, precision=precision[0], lr=lr, config=config)
-    zero = problems.attempt(_deepspeed, file, facts.zero_config, settings, shape)
+    lr = learning_rate(config)
+    settings = Settings(world_size=placement.world_size, precision=precision[0], lr=lr, config=config)
+    zero = _zero_and_memory(facts, settings, shape, placement, problems)
     if zero is None:
-        return None
-    sizes = {"device": placement.device, "world": world, "memory_bytes": placement.memory_bytes}
-    memory = problems.attempt(plan_memory, config, shape, zero[0], **sizes)
-    if memory is None:
         return None
     return _Decided(
         arch=arch,
@@ -127,9 +126,23 @@ def _decide(config: RunConfig, facts: Facts, problems: _Problems) -> _Decided | 
         env=env,
         lr=lr,
         deepspeed=zero[0],
-        notices=zero[1],
-        memory=memory,
+        notices=[*declared.warnings, *zero[1]],
+        memory=zero[2],
     )
+
+
+def _zero_and_memory(
+    facts: Facts, settings: Settings, shape: Shape, placement: Placement, problems: _Problems
+) -> tuple[dict[str, Any], list[str], MemoryPlan] | None:
+    """The finished DeepSpeed configuration, notices about it, and what it needs."""
+    if facts.zero_file is None:  # a problem already
+        return None
+    zero = problems.attempt(_deepspeed, facts.zero_file, facts.zero_config, settings, shape)
+    if zero is None:
+        return None
+    sizes = {"device": placement.device, "world": placement.world_size, "memory_bytes": placement.memory_bytes}
+    memory = problems.attempt(plan_memory, settings.config, shape, zero[0], **sizes)
+    return None if memory is None else (*zero, memory)
 
 
 def _assemble(config: RunConfig, facts: Facts, now: datetime, decided: _Decided) -> RunPlan:
@@ -149,6 +162,7 @@ def _assemble(config: RunConfig, facts: Facts, now: datetime, decided: _Decided)
         hosts=placement.hosts,
         hosts_source=placement.source,
         hosts_assumed=placement.assumed,
+        transport=placement.transport,
         device=placement.device,
         gpu_kind=placement.gpu_kind,
         master_addr=meeting_address(placement.hosts, config.cluster.master_addr),
@@ -167,10 +181,14 @@ def _assemble(config: RunConfig, facts: Facts, now: datetime, decided: _Decided)
         cost=cost_model(shape),
         deepspeed=decided.deepspeed,
         memory=memory.parts,
-        env=decided.env,
+        env=decided.env[0],
+        env_sources=decided.env[1],
+        host_env={},  # these two differ by host: preflight asks the hosts
+        cores={},
         commands={},
         warnings=(
             *placement.warnings,
+            *withheld(placement.transport, decided.env[0]),
             *decided.notices,
             *(facts.resume.state.get("notes", ()) if facts.resume else ()),
             *oddities(config, facts, placement.world_size),
@@ -179,41 +197,6 @@ def _assemble(config: RunConfig, facts: Facts, now: datetime, decided: _Decided)
         ),
     )
     return with_port(plan, config.cluster.master_port)
-
-
-def choose_precision(config: RunConfig, placement: Placement) -> tuple[str, str]:
-    """(bf16 | fp32, why)."""
-    asked, capability = config.precision.name, placement.capability
-    shown = f"compute capability {capability[0]}.{capability[1]}" if capability else ""
-    if placement.device == "cpu":
-        return ("fp32", "no GPU") if asked == "auto" else (asked, "as asked")
-    fits = capability is None or capability >= BF16_CAPABILITY
-    if asked == "bf16" and not fits:
-        text = f"precision=bf16, but {placement.gpu_kind} has {shown}, and bf16 needs 8.0"
-        raise ConfigError(Problem(text, "", ("precision=fp32",)))
-    if asked != "auto":
-        return asked, "as asked"
-    if capability is None:
-        return "bf16", "the kind of GPU is not known here; Ampere and newer compute in bf16"
-    return ("bf16", f"{placement.gpu_kind}, {shown}") if fits else ("fp32", f"{shown} has no bf16")
-
-
-def choose_attention(config: RunConfig, placement: Placement) -> tuple[str, str]:
-    """(kernel, why). Which kernels are installed is known on the hosts only, so `auto` stays `auto` for GPUs."""
-    asked = config.attention.name
-    if placement.device == "cpu":
-        why = "exact, for CPU"
-        return "reference", why if asked == "auto" else f"{why}: {asked} needs a GPU"
-    if asked == "auto":
-        return "auto", "the fastest kernel that the ranks find installed; their log names it"
-    return asked, "as asked"
-
-
-def learning_rate(config: RunConfig) -> float:
-    """`optim.lr`, else by what trains."""
-    if config.optim.lr is not None:
-        return config.optim.lr
-    return LR["lora" if uses_lora(config.tune) and not _trains_whole_part(config.tune) else "full"]
 
 
 def plan_batch(config: RunConfig, facts: Facts, max_tokens: int) -> BatchPlan:
@@ -259,10 +242,6 @@ def _deepspeed(
         parameters=sum(trainable_counts(shape, tune).values()), largest_adapter=largest_adapter(shape, tune)
     )
     return finish_zero(file, own, settings, trained)
-
-
-def _trains_whole_part(tune: TuneConfig) -> bool:
-    return any(getattr(tune, part) == "full" for part in ("language", "vision", "projector"))
 
 
 def _finished_problems(plan: RunPlan, facts: Facts) -> list[Problem]:

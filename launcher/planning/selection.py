@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 from collections.abc import Sequence
 from typing import Any
 
 from launcher.errors import ConfigError, Problem
 from launcher.spec import Host
+
+SHOWN = 8  # of long lists of hosts
 
 
 class _Bad(Exception):
@@ -38,7 +41,7 @@ def filter_hosts(hosts: Sequence[Host], include: str | None, exclude: str | None
         if gpus:
             kept.append(dataclasses.replace(host, gpus=gpus))
     if not kept:
-        text = f"{key}={spec} leaves no host of {', '.join(h.name for h in hosts)}"
+        text = f"{key}={spec} leaves no host of {names(hosts)}"
         raise ConfigError(Problem(text, "", (f"{key}=null",)))
     return tuple(kept)
 
@@ -49,7 +52,7 @@ def take_nodes(hosts: Sequence[Host], nodes: int | None, where: str) -> tuple[Ho
         return tuple(hosts)
     if nodes > len(hosts):
         plural = "host" if len(hosts) == 1 else "hosts"
-        text = f"nodes={nodes}, but {where} has {len(hosts)} {plural}: {', '.join(h.name for h in hosts)}"
+        text = f"nodes={nodes}, but {where} has {len(hosts)} {plural}: {names(hosts)}"
         raise ConfigError(Problem(text, "", (f"nodes={len(hosts)}", "cluster.hostfile=FILE with more hosts")))
     return tuple(hosts[:nodes])
 
@@ -58,17 +61,23 @@ def limit_gpus(hosts: Sequence[Host], gpus: Any) -> tuple[Host, ...]:
     """Each host with its first `gpus` slots (a count) or exactly these slots (a list)."""
     if gpus is None:
         return tuple(hosts)
-    problems = []
-    limited = []
+    limited, lacking = [], []
     for host in hosts:
         chosen = host.gpus[:gpus] if isinstance(gpus, int) else tuple(g for g in host.gpus if g in gpus)
         if len(chosen) < len(slots_of(gpus)):
-            text = f"gpus={render_gpus(gpus)}, but {host.name} has {_slots(host)}"
-            problems.append(Problem(text, "", (f"gpus={host.slots}",)))
+            lacking.append(host)
         limited.append(dataclasses.replace(host, gpus=chosen))
-    if problems:
-        raise ConfigError(*problems)
+    if lacking:
+        fewest = min(lacking, key=lambda host: host.slots)
+        others = f"; too few also on {names([h for h in lacking if h != fewest])}" if len(lacking) > 1 else ""
+        text = f"gpus={render_gpus(gpus)}, but {fewest.name} has {_slots(fewest)}{others}"
+        raise ConfigError(Problem(text, "", (f"gpus={fewest.slots}",)))
     return tuple(limited)
+
+
+def names(hosts: Sequence[Host]) -> str:
+    """Names of the hosts, of many the first ones."""
+    return ", ".join(host.name for host in hosts[:SHOWN]) + (" ..." if len(hosts) > SHOWN else "")
 
 
 def slots_of(gpus: Any) -> tuple[int, ...]:
@@ -119,9 +128,10 @@ def _read_token(token: str, pool: dict[str, Host]) -> tuple[Host, set[int]]:
         if "," in token and not colon:
             raise _Bad(f"hosts are separated by @, not by commas: {token}", token.replace(",", "@"))
         if token != token.strip() or not token:
-            raise _Bad(f"no blanks and no empty names round @: {token!r}", "@".join(pool))
+            raise _Bad(f"no blanks and no empty names round @: {token!r}", "@".join(list(pool)[:2]))
         unknown = token if token.count(":") != 1 else token.partition(":")[0]
-        raise _Bad(f"no host {unknown}; known are {', '.join(pool)}", "@".join(pool))
+        near = difflib.get_close_matches(unknown, pool, n=1) or list(pool)[:2]
+        raise _Bad(f"no host {unknown}; known are {names(list(pool.values()))}", "@".join(near))
     host = pool[name]
     if not re.fullmatch(r"[0-9]+(,[0-9]+)*", slots):
         raise _Bad(f"slots of {name} are numbers with commas, not {slots!r}", f"{name}:{_join(host.gpus[:2])}")

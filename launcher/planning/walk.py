@@ -178,6 +178,26 @@ def _unless_profiled(*tools: str) -> Callable[[dict[str, Any]], tuple[str, str] 
     return rule
 
 
+def _only_over(transport: str) -> Callable[[dict[str, Any]], tuple[str, str] | None]:
+    """For a key of one transport, that must be named: with auto it is chosen by what is found when planning."""
+
+    def rule(data: dict[str, Any]) -> tuple[str, str] | None:
+        chosen = data["cluster"]["transport"]
+        return None if chosen == transport else (f"cluster.transport={chosen}", f"cluster.transport={transport}")
+
+    return rule
+
+
+def _not_over(*transports: str) -> Callable[[dict[str, Any]], tuple[str, str] | None]:
+    """For a key that these transports do not read."""
+
+    def rule(data: dict[str, Any]) -> tuple[str, str] | None:
+        chosen = data["cluster"]["transport"]
+        return (f"cluster.transport={chosen}", "cluster.transport=ssh") if chosen in transports else None
+
+    return rule
+
+
 # Key -> what makes a typed value useless, and what to type beside it; None where it has an effect.
 _INEFFECTIVE: dict[str, Callable[[dict[str, Any]], tuple[str, str] | None]] = {
     "model.arch": _by_folder,
@@ -185,6 +205,11 @@ _INEFFECTIVE: dict[str, Callable[[dict[str, Any]], tuple[str, str] | None]] = {
     "dataset.eval": _on_digits,
     "loss.temperature": _with_loss("pointwise", "listwise"),
     "loss.positive_weight": _with_loss("listwise", "pointwise"),
+    "cluster.slurm_args": _only_over("slurm"),
+    "cluster.pdsh_args": _only_over("pdsh"),
+    "cluster.connect_s": _not_over("local", "env"),
+    "cluster.lost_contact_s": _not_over("local"),
+    "cluster.sync": _not_over("local"),
     "profile.first_step": _unless_profiled("torch", "nsys", "deepspeed", "comms"),
     "profile.steps": _unless_profiled("torch", "nsys", "comms"),
     "profile.ranks": _unless_profiled("torch", "nsys"),

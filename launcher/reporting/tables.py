@@ -12,8 +12,8 @@ from launcher.reporting.record import Record, known, number, numbers, part_of
 from launcher.reporting.table import Table
 from launcher.reporting.timing import by_rank, phase_seconds, step_shares
 from launcher.rundir import read_json
+from launcher.running.failures import tail_lines
 from launcher.running.journal import Line, eval_scores, read_quietly
-from launcher.running.verdict import tail_lines
 
 SHOWN_EVALS = 12
 SHOWN_FILES = 60

@@ -24,7 +24,7 @@ def compose(snapshot: Snapshot, *, columns: int, rows: int, now: float, ascii_on
     if not ascii_only and len(snapshot.losses.means(2)) > 1:
         found.append((4, _curve(snapshot, columns)))
     found += [(3, Text(text)) for text in _evaluation(snapshot, columns)]
-    found += host_lines(snapshot)
+    found += host_lines(snapshot, now)
     if snapshot.warning and snapshot.messages - snapshot.warning[0] >= HIDDEN_AFTER:
         text = f"last warning, {age(now - snapshot.warning[1])} ago: {snapshot.warning[2]}"
         found.append((5, Text(text, style="yellow")))

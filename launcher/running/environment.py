@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 
 import launcher
@@ -30,6 +29,7 @@ LIBRARIES = re.compile(r"nvidia-(nccl|cudnn|cuda-runtime)(-cu\d+)?$")  # in the 
 VARIABLES = re.compile(
     r"(ACCELERATE|CUDA|DS|GLOO|HF|MASTER|NCCL|OMP|PYTORCH|SLURM|TORCH|TRANSFORMERS)_\w+|NVIDIA_VISIBLE_DEVICES"
 )
+METADATA = re.compile(r"([^-]+)-([^-]+)(?:-py[\d.]+)?\.(?:dist|egg)-info")
 VERSIONS = (
     "import json, platform; from importlib import metadata; "
     "found = {d.metadata['Name'] or '': d.version for d in metadata.distributions()}; "
@@ -95,8 +95,19 @@ def _machine() -> dict[str, str]:
 
 
 def _installed() -> tuple[str, dict[str, str]]:
-    versions = {distribution.metadata["Name"] or "": distribution.version for distribution in metadata.distributions()}
+    # By the names of their metadata folders: reading what is in hundreds of them takes a fifth of a second.
+    names = (match for path in sys.path for match in map(METADATA.fullmatch, _listed(path)) if match)
+    versions: dict[str, str] = {}
+    for match in names:
+        versions.setdefault(match[1], match[2])  # the first on the path is imported
     return platform.python_version(), versions
+
+
+def _listed(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder or ".")
+    except OSError:
+        return []
 
 
 def _asked(python: str) -> tuple[str, dict[str, str]]:

@@ -6,6 +6,7 @@ What cannot be read becomes a problem in the result, so that a plan reports it w
 from __future__ import annotations
 
 import errno
+import ipaddress
 import json
 import os
 import re
@@ -25,6 +26,7 @@ DEFAULT_HOSTFILE = Path("hostfiles/default")
 # The demo's rows; `launcher.training.digits` makes them, and a test holds the two equal.
 DIGITS_ROWS = {"train": 6400, "eval": 256}
 NVIDIA_SMI = "nvidia-smi --query-gpu=index,uuid,name,memory.total,compute_cap --format=csv,noheader,nounits"
+NO_DEVICE = ("-1", "NoDevFiles")  # how GPUs are hidden; the second is Slurm's
 PROC_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -45,17 +47,19 @@ class _Gatherer:
         """All facts; what failed is in `problems`."""
         config, root = self.config, self.cwd / self.config.run.root
         resume = self._resume()
-        gpus, visible = self._gpus()
+        gpus, hostfile = self._gpus(), self._hostfile()
         data = config.dataset
         digits = data.format == "digits" or data.name == "digits"
         named = Path(config.run.dir) if config.run.dir else root / config.run.name if config.run.name else None
         folder = named or (Path(resume.run_dir) if resume else root)
         return Facts(
             cwd=str(self.cwd),
+            environ=dict(os.environ),
             hostname=socket.gethostname(),
-            hostfile=self._hostfile(),
+            addresses=_own_addresses(hostfile.text) if hostfile else (),
+            hostfile=hostfile,
             gpus=gpus,
-            visible_devices=visible,
+            visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
             cpu_count=cpu_count(),
             ram_bytes=ram_bytes(),
             disk_free_bytes=self._disk(self.cwd / folder),
@@ -196,22 +200,32 @@ class _Gatherer:
         exported = run.export.is_dir()
         return Resume(checkpoint=str(checkpoint), run_dir=str(run.path), state=state, exported=exported)
 
-    def _gpus(self) -> tuple[tuple[LocalGpu, ...], str | None]:
-        """GPUs that this process may use, and CUDA_VISIBLE_DEVICES when it is set."""
+    def _gpus(self) -> tuple[LocalGpu, ...]:
+        """GPUs that this process may use."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         found = {} if os.environ.get("DS_ACCELERATOR") == "cpu" else _local_gpus()
         if visible is None or not found:
-            return tuple(found.values()), None if not found else visible
-        chosen = []
+            return tuple(found.values())
+        chosen: list[LocalGpu] = []
         for word in filter(None, (word.strip() for word in visible.split(","))):
+            if word in NO_DEVICE:
+                break  # as CUDA does: it and all behind it name nothing
             match = [gpu for uuid, gpu in found.items() if word == str(gpu.index) or _is_uuid_of(word, uuid)]
-            if len(match) == 1:
+            if len(match) == 1 and match[0] not in chosen:
                 chosen.append(match[0])
             else:
-                known = ", ".join(str(gpu.index) for gpu in found.values())
-                text = f"CUDA_VISIBLE_DEVICES={visible}: {word} is none of this machine's GPUs, {known}"
-                self._problem(text, "CUDA_VISIBLE_DEVICES=0", "unset CUDA_VISIBLE_DEVICES")
-        return tuple(chosen), visible
+                self._not_a_gpu(visible, word, [gpu.index for gpu in found.values()], twice=len(match) == 1)
+        return tuple(chosen)
+
+    def _not_a_gpu(self, visible: str, word: str, known: list[int], *, twice: bool) -> None:
+        text = f"CUDA_VISIBLE_DEVICES={visible}: "
+        if word.startswith("MIG-"):
+            text += f"{word} is a part of a GPU, and DeepSpeed gives ranks whole ones by number"
+        elif twice:
+            text += f"{word} is named twice"
+        else:
+            text += f"{word} is none of this machine's GPUs, {', '.join(map(str, known))}"
+        self._problem(text, f"CUDA_VISIBLE_DEVICES={known[0]}", "unset CUDA_VISIBLE_DEVICES")
 
 
 def _local_gpus() -> dict[str, LocalGpu]:
@@ -246,6 +260,20 @@ def _driver_gpus() -> dict[str, LocalGpu]:
     return dict(sorted(gpus.items(), key=lambda item: item[1].index))
 
 
+def _own_addresses(hostfile: str) -> tuple[str, ...]:
+    """Addresses in a hostfile that are this machine's: only those can be bound. No name is looked up."""
+    own = []
+    for word in dict.fromkeys(re.split(r"[\s=@\[\]]+", hostfile)):
+        try:
+            version = ipaddress.ip_address(word).version
+            with socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET) as probe:
+                probe.bind((word, 0))
+        except (ValueError, OSError):
+            continue
+        own.append(word)
+    return tuple(own)
+
+
 def _is_uuid_of(word: str, uuid: str) -> bool:
     """CUDA takes any beginning of a UUID that is long enough to be the only one."""
     return word.startswith("GPU-") and len(word) > 4 and uuid.startswith(word)
@@ -270,7 +298,7 @@ def _hub_cache() -> Path:
 
 
 def _is_used(folder: Path) -> bool:
-    return os.path.exists(folder) and (not os.path.isdir(folder) or bool(_listed(folder)))
+    return os.path.exists(folder) and (not os.path.isdir(folder) or bool({*_listed(folder)} - {"slurm"}))
 
 
 def _listed(folder: Path) -> tuple[str, ...]:

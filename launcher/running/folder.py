@@ -11,6 +11,7 @@ from pathlib import Path
 
 from launcher.errors import ConfigError, MachineError, Problem
 from launcher.planning.command import command_script, with_port
+from launcher.planning.environ import render_env
 from launcher.planning.hosts import render_hosts
 from launcher.planning.secrets import is_secret, masked
 from launcher.rundir import RunDir, write_atomic, write_json
@@ -36,6 +37,11 @@ class Folder:
     def __exit__(self, *_: object) -> None:
         os.close(self._lock)
 
+    def go_on(self, plan: RunPlan) -> None:
+        """Make room for another start of the same run; the last one's plan and outcome are kept beside."""
+        self._past = _keep_past(self.run)
+        self.plan = plan
+
     def give_back(self) -> None:
         """Undo the claim when nothing was run: remove a new folder, put the files of an old one back."""
         if self._past is not None:
@@ -47,7 +53,7 @@ class Folder:
         elif self._made:
             shutil.rmtree(self.run.path)
         else:
-            for path in self.run.path.iterdir():
+            for path in set(self.run.path.iterdir()) - {self.run.slurm}:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
@@ -107,25 +113,29 @@ def write_files(run: RunDir, plan: RunPlan, *, config_yaml: str, overrides: Sequ
         write_supervisor(run, plan.run_id)
         for folder in (run.logs, run.ranks):
             folder.mkdir(exist_ok=True)
-        write_atomic(run.plan, plan_to_json(_without_secrets(plan)))
+        write_atomic(run.plan, plan_to_json(without_secrets(plan)))
         write_atomic(run.config, config_yaml)
         write_json(run.ds_config, plan.deepspeed)
         write_atomic(run.hostfile, render_hosts(plan.hosts))
         write_atomic(run.command, command_script(plan))
         write_atomic(run.overrides, "".join(f"{override}\n" for override in overrides))
         write_json(run.environment, describe_environment(plan.config.cluster.python))
-        write_atomic(run.env, "".join(f"{name}={value}\n" for name, value in sorted(masked(plan.env).items())))
+        write_atomic(run.env, render_env(masked(plan.env)))
     except OSError as error:
         text = f"the run folder cannot be written: {error}"
         raise MachineError(Problem(text, tries=("run.root=FOLDER",)), title="with this machine") from None
 
 
-def _without_secrets(plan: RunPlan) -> RunPlan:
+def without_secrets(plan: RunPlan) -> RunPlan:
     """Ranks have their environment from the agent; a secret has no place in a file."""
     env = {name: value for name, value in plan.env.items() if not is_secret(name, value)}
+    host_env = {
+        host: {name: value for name, value in own.items() if not is_secret(name, value)}
+        for host, own in plan.host_env.items()
+    }
     typed = {name: value for name, value in plan.config.env.set.items() if not is_secret(name, value)}
     config = dataclasses.replace(plan.config, env=dataclasses.replace(plan.config.env, set=typed))
-    return dataclasses.replace(plan, env=env, config=config)
+    return dataclasses.replace(plan, env=env, host_env=host_env, config=config)
 
 
 def _contents(run: RunDir) -> dict[Path, bytes]:

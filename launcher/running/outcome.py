@@ -8,12 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from launcher.rundir import RunDir, complete_checkpoints, write_json
+from launcher.running.causes import signal_name
+from launcher.running.failures import Failure
 from launcher.running.journal import eval_scores, evaluations, last_step, short_path
-from launcher.running.verdict import Failure, Tally, Verdict, signal_name
+from launcher.running.verdict import Tally, Verdict
 
 
-def write_outcome(run: RunDir, verdict: Verdict, tally: Tally, *, started: float, ended: float, metric: str) -> None:
-    """Write outcome.json: status, exit code, times, failures with the first cause first, and what was reached."""
+def write_outcome(
+    run: RunDir, verdict: Verdict, tally: Tally, *, started: float, ended: float, metric: str, attempt: int = 1
+) -> None:
+    """Write outcome.json: status, exit code, times, failures with the first cause first, and what was reached.
+
+    `attempt` counts the starts of the same run, restarts included.
+    """
     failures = [_failure_data(failure) for failure in verdict.failures]
     checkpoint, export = last_checkpoint(run), exported(run)
     write_json(
@@ -24,6 +31,8 @@ def write_outcome(run: RunDir, verdict: Verdict, tally: Tally, *, started: float
             "started": _timestamp(started),
             "ended": _timestamp(ended),
             "seconds": round(ended - started, 1),
+            "attempt": attempt,
+            "hosts": list(dict.fromkeys(host for _, host in sorted(tally.hosts.items()))),
             "first_failure": failures[0] if failures else None,
             "failures": failures,
             "steps": steps_done(run, tally.statuses),
@@ -34,8 +43,8 @@ def write_outcome(run: RunDir, verdict: Verdict, tally: Tally, *, started: float
     )
 
 
-def render_end(run: RunDir, verdict: Verdict, tally: Tally, metric: str) -> str:
-    """The last lines on the terminal."""
+def render_end(run: RunDir, verdict: Verdict, tally: Tally, metric: str, note: str = "") -> str:
+    """The last lines on the terminal; `note` says what was done about failures before."""
     if verdict.status == "failed":
         lines = _failure_lines(verdict.failures)
     elif verdict.status == "done":
@@ -44,6 +53,8 @@ def render_end(run: RunDir, verdict: Verdict, tally: Tally, metric: str) -> str:
         lines = [f"stopped after step {steps_done(run, tally.statuses)}"]
     else:
         lines = ["ranks were killed before they had saved and ended: what came after the last checkpoint is lost"]
+    if note:
+        lines.append(f"  note    {note}")
     for rank in tally.late_deaths():
         log = short_path(run.log(tally.hosts[rank], rank))
         lines.append(f"  note    rank {rank} crashed while it left, after all was done: {log}")
@@ -121,6 +132,8 @@ def _eval_data(run: RunDir, metric: str) -> dict[str, Any] | None:
 def _failure_lines(failures: tuple[Failure, ...]) -> list[str]:
     first, *others = failures
     lines = [first.headline(), *(f"    {line}" for line in first.details()), f"  log     {short_path(Path(first.log))}"]
+    if first.advice:
+        lines.append(f"  try     {first.advice}")
     for failure in others[:3]:
         lines.append(f"  later   {failure.headline()}")
     if len(others) > 3:
@@ -129,9 +142,11 @@ def _failure_lines(failures: tuple[Failure, ...]) -> list[str]:
 
 
 def _failure_data(failure: Failure) -> dict[str, Any]:
-    data = {f.name: getattr(failure, f.name) for f in dataclasses.fields(failure)}
+    data = {f.name: getattr(failure, f.name) for f in dataclasses.fields(failure) if f.name != "lines"}
     name = signal_name(failure.signal) if failure.signal is not None else None
-    return {**data, "time": _timestamp(failure.time), "signal_name": name, "text": failure.headline()}
+    return {**data, "time": _timestamp(failure.time), "signal_name": name, "text": failure.headline()} | {
+        "cause": failure.cause.name
+    }
 
 
 def _timestamp(seconds: float) -> str:

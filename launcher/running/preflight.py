@@ -1,74 +1,234 @@
-"""What is looked at on this machine before anything starts; all problems are reported together."""
+"""What is looked at on every machine before anything starts, in parallel; all problems are reported together."""
 
 from __future__ import annotations
 
-import errno
-import importlib.util
+import dataclasses
 import os
-import random
+import secrets
 import shutil
-import socket
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from launcher.errors import ConfigError, MachineError, Problem
-from launcher.planning import placement
+from launcher.errors import ConfigError, LauncherError, MachineError, Problem
 from launcher.planning.command import with_port
 from launcher.planning.memory import disk_bytes
-from launcher.rundir import RunDir
+from launcher.rundir import COMPLETE, RunDir
+from launcher.running import probe
+from launcher.running.addresses import Met, interface_variables, meet, meet_alone
+from launcher.running.binding import THREADS, bind
+from launcher.running.findings import Finding, error_of
 from launcher.running.folder import names_itself
+from launcher.running.machines import GB, Reference, by_schedulers, compared, judge, modules
+from launcher.running.nodechannel import NodeChannel
+from launcher.running.oddities import oddities
+from launcher.running.panel import Panel
 from launcher.running.state import find_state
 from launcher.running.trackers import ready
-from launcher.spec import Host, RunPlan
+from launcher.running.transport import Channel
+from launcher.running.unreachable import unreachable
+from launcher.spec import RunPlan
 
-GB = 1e9
-PORTS = range(20000, 32768)  # below the range from which Linux gives ports to outgoing connections
-PROBE = "import importlib.util as u, sys; print(*(n for n in sys.argv[1:] if u.find_spec(n) is None))"
+OFFLINE = ("1", "true", "yes", "on")
 
 
-def preflight(plan: RunPlan) -> RunPlan:
-    """The plan with what only this machine could tell filled in: a free port to meet at.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checked:
+    """What a preflight found; `plan` is complete only without an error."""
 
-    Raises ConfigError when the user must change something, else MachineError when the machine must be mended; either
-    carries every problem found.
-    """
+    plan: RunPlan
+    error: LauncherError | None
+    looks: dict[str, Any]  # host -> what its probe saw
+    met: Met | None
+    reached_after_s: dict[str, float]  # host -> until its first word
+    notes: tuple[str, ...] = ()  # what was decided, and why
+
+
+def startable(plan: RunPlan) -> None:
+    """Raise what can be said without asking any host."""
     if sys.platform != "linux":
         text = f"runs need Linux, and this is {sys.platform}; plan, config, status and logs work here"
         raise MachineError(Problem(text, tries=("start the run on a Linux machine",)))
-    config = [*_hosts(plan)]
-    if config:  # the rest would be about the wrong machine
-        raise ConfigError(*config)
-    port, port_problems = _port(plan)
-    config = [*_run_folder(plan), *_inputs(plan), *port_problems]
-    machine = [*_writable(plan), *_disk(plan), *_packages(plan), *_profiler(plan)]
-    machine += ready.problems(plan.config.logging.trackers, os.environ, Path.home())
-    if config:
-        raise ConfigError(*config, *machine)
-    if machine:
-        raise MachineError(*machine, title="with this machine")
-    assert port is not None
-    return with_port(plan, port)
-
-
-def is_this_machine(host: Host) -> bool:
-    """Whether the host is this machine: by its name, or because only a machine's own addresses can be bound."""
-    return placement.is_this_machine(host, socket.gethostname()) or _bind(host.address or host.name, 0) is None
-
-
-def _hosts(plan: RunPlan) -> Iterator[Problem]:
-    here = ("nodes=1", "cluster.hostfile=null")
     if plan.hosts_assumed:
         names = ", ".join(host.name for host in plan.hosts)
         text = f"nothing can start on hosts that are only assumed: {names} ({plan.hosts_source})"
-        yield Problem(text, tries=("cluster.hostfile=FILE", here[0]))
+        raise ConfigError(Problem(text, tries=("cluster.hostfile=FILE", "nodes=1")))
+
+
+def preflight(
+    plan: RunPlan, channels: Mapping[str, Channel | NodeChannel], note: Callable[[str], None] = lambda text: None
+) -> RunPlan:
+    """The plan with what only the hosts could tell filled in: address and port to meet at, interfaces, threads, cores.
+
+    Raises ConfigError when the user must change something, else MachineError when machines must be mended; either
+    carries every problem found. `note` gets the decisions with their reasons. The channels are as before: another
+    program can be started on them.
+    """
+    startable(plan)
+    checked = check(plan, channels)
+    if checked.error is not None:
+        raise checked.error
+    for text in checked.notes:
+        note(text)
+    return checked.plan
+
+
+def check(plan: RunPlan, channels: Mapping[str, Channel | NodeChannel]) -> Checked:
+    """Look at this machine and at all hosts; nothing is written but a file that is there for a moment."""
+    edits = [*_run_folder(plan), *_inputs(plan)]
+    mends = [*_writable(plan), *_disk(plan)]
+    mends += ready.problems(plan.config.logging.trackers, os.environ, Path.home())
+    reference = _reference(plan, channels)
+    panel = Panel(channels)
+    looks = _look(plan, panel, channels, reference)
+    plan = by_schedulers(plan, looks)
+    findings = [*judge(plan, looks, reference), *_offline(plan, looks)]
+    met = None
+    if not panel.silent and all("failed" not in look for look in looks.values()):
+        met = _meet(plan, panel, looks)
+        findings += met.findings
+    panel.end()
+    silent = [unreachable(plan, host, panel.silent[host.name]) for host in plan.hosts if host.name in panel.silent]
+    error = error_of([*silent, *findings], *edits, *mends, config=bool(edits))
+    found = Checked(plan=plan, error=error, looks=looks, met=met, reached_after_s=panel.reached_after_s)
+    return found if met is None or met.port is None else _complete(found, met, reference)
+
+
+def reach(plan: RunPlan, channels: Mapping[str, Channel | NodeChannel]) -> dict[str, bool]:
+    """Whether each host sees the folder that the run folder is or will be in; MachineError names those out of reach."""
+    panel = Panel(channels)
+    looks = _look(plan, panel, channels, Reference(cwd=os.getcwd(), here=frozenset()))
+    panel.end()
+    silent = [unreachable(plan, host, panel.silent[host.name]) for host in plan.hosts if host.name in panel.silent]
+    error = error_of(silent)
+    if error is not None:
+        raise error
+    return {host: look.get("folder", {}).get("shared") is not False for host, look in looks.items()}
+
+
+def fresh_port(plan: RunPlan, channels: Mapping[str, Channel | NodeChannel]) -> int:
+    """A port of the first host for another start of the ranks: the one that the user gave, else one that is free.
+
+    Raises MachineError when the host does not answer.
+    """
+    first = plan.hosts[0]
+    panel = Panel({first.name: channels[first.name]})
+    panel.start({"do": "listen", "ports": [0], "word": "", "address": None}, plan.config.cluster.connect_s)
+    asked = dataclasses.replace(plan, master_port=plan.config.cluster.master_port)
+    met = meet_alone(asked, panel, plan.master_addr)
+    panel.end()
+    if met.port is None:
+        raise MachineError(Problem(f"{first.name} has no port for the ranks to meet at"), title="with the hosts")
+    return met.port
+
+
+def _reference(plan: RunPlan, channels: Mapping[str, Channel | NodeChannel]) -> Reference:
+    """This machine's own answers; few when no other runs anything."""
+    cluster, cwd = plan.config.cluster, os.getcwd()
+    same_python = not (cluster.python or cluster.activate or cluster.wrap)
+    here = frozenset(host for host, channel in channels.items() if channel.local and same_python)
+    if len(here) == len(channels):
+        return Reference(cwd=cwd, here=here)
+    files = probe.sources(str(Path(probe.__file__).parent.parent)) if cluster.sync != "none" else {}
+    versions = probe.versions(compared(plan), [*_search_path(plan), *sys.path]) if same_python else {}
+    if same_python:
+        versions["python"] = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    keys = {str(Path(cwd, path)): key for key, path in _shipped(plan)}
+    marks = {path: probe.tried(probe.mark, path) for path in keys}
+    return Reference(
+        cwd=cwd,
+        versions=versions,
+        digest=probe.digest_of(files) if files else None,
+        files=files,
+        marks={path: mark for path, mark in marks.items() if not probe.failed(mark)},
+        keys=keys,
+        here=here,
+    )
+
+
+def _shipped(plan: RunPlan) -> Iterator[tuple[str, str]]:
+    """(key, path) of what ranks read on their own host."""
+    config = plan.config
+    named = (("model.path", config.model.path), ("dataset.train", config.dataset.train))
+    for key, path in (*named, ("dataset.eval", config.dataset.eval)):
+        if path is not None:
+            yield key, path
+    if plan.resume_from is not None:
+        yield "resume", str(Path(plan.resume_from, COMPLETE))
+
+
+def _search_path(plan: RunPlan) -> list[str]:
+    """Where ranks look for modules first: PYTHONPATH as they get it."""
+    return [entry for entry in plan.env.get("PYTHONPATH", "").split(os.pathsep) if entry]
+
+
+def _look(
+    plan: RunPlan, panel: Panel, channels: Mapping[str, Channel | NodeChannel], reference: Reference
+) -> dict[str, Any]:
+    model = plan.config.model
+    hub = model.repo if model.path is None and model.weights == "pretrained" else None
+    folder = _existing(Path(plan.run_dir))
+    token = folder / f".launcher-{secrets.token_hex(8)}"
+    apart = not all(channel.local for channel in channels.values())
+    asked = {
+        "do": "look",
+        "cwd": reference.cwd,
+        "path": _search_path(plan),
+        "modules": modules(plan),
+        "packages": compared(plan),
+        "digest": reference.digest,
+        "files": list(reference.marks),
+        "programs": ["nsys"] if plan.config.profile.name == "nsys" else [],
+        "search": plan.env.get("PATH"),
+        "hub": None
+        if hub is None
+        else {"repo": hub, "env": {k: v for k, v in plan.env.items() if k.startswith("HF_H")}},
+        "run_dir": plan.run_dir,
+        "token": str(token) if apart else None,
+        "gpus": plan.device == "cuda",
+    }
+    if apart:
+        token.touch()
+    try:
+        return panel.start(asked, plan.config.cluster.connect_s)
+    finally:
+        token.unlink(missing_ok=True)
+
+
+def _meet(plan: RunPlan, panel: Panel, looks: Mapping[str, Any]) -> Met:
+    if len(plan.hosts) > 1:
+        return meet(plan, panel, looks)
+    return meet_alone(plan, panel, plan.config.cluster.master_addr or "127.0.0.1")
+
+
+def _complete(found: Checked, met: Met, reference: Reference) -> Checked:
+    """With all that the hosts have told in the plan."""
+    plan, looks = found.plan, found.looks
+    threads, cores, why_threads = bind(plan, looks)
+    env = {host.name: dict(plan.host_env.get(host.name, {})) for host in plan.hosts}
+    for host in plan.hosts:
+        if host.name in threads:
+            env[host.name][THREADS] = threads[host.name]
+        env[host.name] |= interface_variables(plan, host, met.interfaces.get(host.name, ""))
+    plan = dataclasses.replace(
+        with_port(dataclasses.replace(plan, master_addr=met.address), met.port),
+        host_env={host: variables for host, variables in env.items() if variables},
+        cores=cores,
+        warnings=(*plan.warnings, *oddities(plan, looks, reference)),
+    )
+    return dataclasses.replace(found, plan=plan, notes=(*met.notes, *why_threads))
+
+
+def _offline(plan: RunPlan, looks: Mapping[str, Any]) -> Iterator[Finding]:
+    if plan.env.get("HF_HUB_OFFLINE", "").lower() not in OFFLINE:
         return
-    remote = [host.name for host in plan.hosts if not is_this_machine(host)]
-    if remote or len(plan.hosts) > 1:
-        away = f"{', '.join(remote)} cannot be reached from here" if remote else "each host here is this machine"
-        text = f"this version runs on one machine, the one it is started on: {away} ({plan.hosts_source})"
-        yield Problem(text, tries=here)
+    for host, look in looks.items():
+        if look.get("hub") is False:
+            reason = f"HF_HUB_OFFLINE is set, and the weights of {plan.config.model.repo} are not in its cache"
+            tries = ("python -m launcher fetch ...", "model.path=FOLDER")
+            yield Finding(host=host, what="weights", reason=reason, tries=tries)
 
 
 def _run_folder(plan: RunPlan) -> Iterator[Problem]:
@@ -79,7 +239,7 @@ def _run_folder(plan: RunPlan) -> Iterator[Problem]:
     if state is not None and state.name in ("running", "ending"):
         text = f"{run.path} belongs to a run that goes on: {state.text}"
         yield Problem(text, tries=("run.name=ANOTHER", f"python -m launcher stop {run.path}"))
-    elif plan.resume_from is None and (not run.path.is_dir() or any(run.path.iterdir())):
+    elif plan.resume_from is None and run.used:
         yield Problem(f"{run.path} exists; nothing is overwritten", tries=(f"resume={run.path}", "run.name=ANOTHER"))
 
 
@@ -96,32 +256,6 @@ def _inputs(plan: RunPlan) -> Iterator[Problem]:
             yield Problem(f"{key}={value} {what} ({Path(value).absolute()})", tries=(f"{key}=PATH",))
 
 
-def _port(plan: RunPlan) -> tuple[int | None, list[Problem]]:
-    """The port at which ranks meet: the one given, else a free one."""
-    address, given = plan.master_addr, plan.master_port
-    failed = _bind(address, given or 0)
-    if failed is None:
-        return given or next(port for port in random.sample(PORTS, len(PORTS)) if _bind(address, port) is None), []
-    if given is not None and failed.errno == errno.EADDRINUSE:
-        tries = ("cluster.master_port=null   (a free one is chosen)",)
-        return None, [Problem(f"cluster.master_port={given} is taken on {address}", tries=tries)]
-    if given is not None and failed.errno == errno.EACCES:
-        return None, [Problem(f"cluster.master_port={given}: {failed.strerror}", tries=("cluster.master_port=null",))]
-    text = f"cluster.master_addr={address} is no address of this machine: {failed.strerror or failed}"
-    return None, [Problem(text, tries=("cluster.master_addr=127.0.0.1",))]
-
-
-def _bind(address: str, port: int) -> OSError | None:
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the ranks' own store does
-            probe.bind(where)
-    except OSError as error:
-        return error
-    return None
-
-
 def _existing(path: Path) -> Path:
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
@@ -134,41 +268,9 @@ def _writable(plan: RunPlan) -> Iterator[Problem]:
 
 
 def _disk(plan: RunPlan) -> Iterator[Problem]:
-    """Looked at again: planning may have been long ago, and knows no folder of another machine."""
+    """Looked at again: planning may have been long ago."""
     folder = _existing(Path(plan.run_dir))
     needed, free = disk_bytes(plan), shutil.disk_usage(folder).free
     if free < needed:
         text = f"{free / GB:,.1f} GB are free in {folder}, and checkpoints and export need about {needed / GB:,.1f} GB"
         yield Problem(text, tries=("run.root=FOLDER on a larger disk",))
-
-
-def _profiler(plan: RunPlan) -> Iterator[Problem]:
-    path = plan.env.get("PATH", os.environ.get("PATH", os.defpath))
-    if plan.config.profile.name == "nsys" and shutil.which("nsys", path=path) is None:
-        tries = (
-            "apt-get install nsight-systems-cli   (from NVIDIA's CUDA repository; the CUDA toolkit has it too)",
-            "profile=torch",
-        )
-        yield Problem("profile=nsys needs NVIDIA's nsys, and the PATH has none", tries=tries)
-
-
-def _packages(plan: RunPlan) -> Iterator[Problem]:
-    names = ["torch", "deepspeed", "transformers"]
-    if "lora" in (plan.config.tune.language, plan.config.tune.vision, plan.config.tune.projector):
-        names.append("peft")
-    python = plan.config.cluster.python
-    if python is None:
-        missing = [name for name in names if importlib.util.find_spec(name) is None]
-        python = sys.executable
-    else:
-        try:
-            missing = subprocess.check_output([python, "-c", PROBE, *names], text=True, timeout=60).split()
-        except (OSError, subprocess.SubprocessError) as error:
-            text = f"cluster.python={python} cannot be run: {error}"
-            yield Problem(text, tries=(f"cluster.python={sys.executable}",))
-            return
-    if missing:
-        yield Problem(
-            f"{python} lacks {', '.join(missing)}",
-            tries=(f"{python} -m pip install .   (in the launcher's own folder; or its wheel)",),
-        )

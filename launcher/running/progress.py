@@ -30,6 +30,7 @@ class Snapshot:
     losses: Curve = field(default_factory=Curve)
     statuses: dict[int, Line] = field(default_factory=dict)  # by rank, see `launcher.training.rankstatus`
     samples: dict[str, Line] = field(default_factory=dict)  # the monitor's last of each host
+    lost: dict[str, float] = field(default_factory=dict)  # hosts that are out of contact, since when
     metric: str = "ndcg@10"  # decides which evaluation is the best
     messages: int = 0  # said so far
     warning: tuple[int, float, str] | None = None  # the last one: its number among the messages, time, text
@@ -130,6 +131,8 @@ class Progress:
         elif event == "warning":
             self._say(f"warning: {line.get('text')}")
             self.snapshot.warning = (self.snapshot.messages, time.time(), str(line.get("text")))
+        elif event in ("contact_lost", "contact_back"):
+            self._take_contact(line)
         elif event == "resumed":
             self._take_past(line)
             self._say(f"resumed after step {line.get('step')} from {_shown(line)}")
@@ -139,6 +142,13 @@ class Progress:
             self._say(f"to open it: {line.get('open')}")
         elif event in SENTENCES:
             self._say(SENTENCES[event](line))
+
+    def _take_contact(self, line: Line) -> None:
+        """Hosts that go out of contact and come back."""
+        self._say(SENTENCES[line["event"]](line))
+        self.snapshot.lost.pop(str(line.get("host")), None)
+        if line["event"] == "contact_lost":
+            self.snapshot.lost[str(line.get("host"))] = float(line["time"])
 
     def _take_past(self, resumed: Line) -> None:
         """Show the curve and the best evaluation of the part of the run that is continued."""
@@ -214,6 +224,8 @@ def render_time(seconds: float | None) -> str:
 SENTENCES: dict[str, Callable[[Line], str]] = {
     "checkpoint": lambda line: f"saved step {line.get('step')}: {_shown(line)}",
     "export": lambda line: f"exported: {_shown(line)}",
+    "contact_lost": lambda line: f"contact with {line.get('host')} is lost ({line.get('reason')}): trying again",
+    "contact_back": lambda line: f"contact with {line.get('host')} is back after {line.get('seconds', 0):.0f} s",
     "tracker": lambda line: f"{line.get('name')}: {line.get('where')}",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from rich.text import Text
@@ -11,6 +12,7 @@ from launcher.running.journal import Line, inside
 from launcher.running.progress import Snapshot, fitting
 
 EACH = 8  # ranks that have a line of their own
+HOSTS = 8  # hosts that have one, of a run with more ranks
 TOLD = 3  # of many ranks, those in trouble that are named
 SILENT_S = 30.0  # without news while training, unless steps are long
 SILENT_STEPS = 5
@@ -30,7 +32,9 @@ def rank_lines(snapshot: Snapshot, columns: int, room: int, now: float) -> list[
     if len(statuses) <= min(EACH, max(room, 1)):
         return [_rank_line(snapshot, rank, columns, now) for rank in sorted(statuses)]
     trouble = [rank for rank in sorted(statuses) if _trouble(snapshot, rank, now)]
-    lines = [(2, _counts(snapshot, trouble))]
+    hosts = list(dict.fromkeys(str(statuses[rank].get("host")) for rank in sorted(statuses)))
+    each_host = [_host_line(snapshot, host, columns) for host in hosts] if 1 < len(hosts) <= HOSTS else []
+    lines = [(2, _counts(snapshot, trouble)), *each_host]
     lines += [_rank_line(snapshot, rank, columns, now) for rank in trouble[:TOLD]]
     if len(trouble) > TOLD:
         lines.append((2, Text(f"{len(trouble) - TOLD} more ranks in trouble", style=BAD)))
@@ -38,8 +42,14 @@ def rank_lines(snapshot: Snapshot, columns: int, room: int, now: float) -> list[
     return lines + [(6, row) for row in _map(snapshot, trouble, columns)]
 
 
-def host_lines(snapshot: Snapshot) -> list[Row]:
-    """The host that is nearest to running out of memory, when one is."""
+def host_lines(snapshot: Snapshot, now: float) -> list[Row]:
+    """Hosts that are out of contact, and the one that is nearest to running out of memory, when one is."""
+    away = [f"{host} for {age(now - since)}" for host, since in snapshot.lost.items()]
+    rows = [(0, Text(f"out of contact: {', '.join(away)}", style=BAD))] if away else []
+    return rows + _memory_lines(snapshot)
+
+
+def _memory_lines(snapshot: Snapshot) -> list[Row]:
     shares = {}
     for host, sample in snapshot.samples.items():
         total, free = inside(sample, "memory", "total_gib"), inside(sample, "memory", "available_gib")
@@ -81,7 +91,7 @@ def _rank_line(snapshot: Snapshot, rank: int, columns: int, now: float) -> Row:
     trouble = _trouble(snapshot, rank, now)
     gpu = gpu_of(snapshot, rank)
     parts = [
-        (0, f"rank {rank:<2}"),
+        (0, _name(snapshot, rank)),
         (0, f"{'' if state == 'failed' else doing:<{_widest(snapshot)}}"),
         (0, trouble),
         (2, f"step {status.get('step', 0):<{len(str(snapshot.total or 0))}}"),
@@ -93,6 +103,36 @@ def _rank_line(snapshot: Snapshot, rank: int, columns: int, now: float) -> Row:
     elif gpu and worries(gpu):
         line.stylize("yellow")
     return (1 if trouble else 2, line)
+
+
+def _name(snapshot: Snapshot, rank: int) -> str:
+    """`rank 3`, with its host where there are several."""
+    hosts = {str(status.get("host")) for status in snapshot.statuses.values()}
+    if len(hosts) < 2:
+        return f"rank {rank:<2}"
+    width = max(map(len, hosts)) + 1 + len(str(max(snapshot.statuses)))
+    return f"{snapshot.statuses[rank].get('host')}.{rank}".ljust(width)
+
+
+def _host_line(snapshot: Snapshot, host: str, columns: int) -> Row:
+    """What the ranks of one host do, and its GPUs."""
+    own = [status for _, status in sorted(snapshot.statuses.items()) if str(status.get("host")) == host]
+    steps = [int(status.get("step") or 0) for status in own]
+    width = max(len(str(status.get("host"))) for status in snapshot.statuses.values())
+    parts = [
+        (0, f"{host:<{width}}"),
+        (0, "  ".join(f"{count} {doing}" for doing, count in _doings(own).most_common())),
+        (1, f"step {steps[0]}" if min(steps) == max(steps) else f"steps {min(steps)} to {max(steps)}"),
+        *((2, text) for text in _gpu_parts_of(snapshot.samples.get(host, {}).get("gpus") or [])),
+    ]
+    return 4, Text("  ".join(fitting(parts, columns)))
+
+
+def _doings(statuses: Iterable[Line]) -> Counter[str]:
+    return Counter(
+        str(status.get("phase") if status.get("state") in ("starting", "running") else status.get("state"))
+        for status in statuses
+    )
 
 
 def _widest(snapshot: Snapshot) -> int:
@@ -131,10 +171,7 @@ def _with_unit(value: Any, unit: str) -> str:
 def _counts(snapshot: Snapshot, trouble: list[int]) -> Text:
     """How many ranks do what, and the one furthest behind."""
     statuses = snapshot.statuses
-    states = Counter(
-        str(status.get("phase") if status.get("state") in ("starting", "running") else status.get("state"))
-        for status in statuses.values()
-    )
+    states = _doings(statuses.values())
     line = Text(f"{len(statuses)} ranks  " + "  ".join(f"{count} {state}" for state, count in states.most_common()))
     steps = {rank: int(status.get("step") or 0) for rank, status in statuses.items()}
     slowest = min(steps, key=lambda rank: steps[rank])
@@ -149,14 +186,20 @@ def _gpu_summary(snapshot: Snapshot) -> str:
     gpus = [gpu for sample in snapshot.samples.values() for gpu in sample.get("gpus") or []]
     if not gpus:
         return ""
-    parts = [f"{len(gpus)} GPUs"]
+    hot = sum(1 for gpu in gpus if worries(gpu))
+    parts = [f"{len(gpus)} GPUs", *_gpu_parts_of(gpus)]
+    return "  ".join(parts + ([f"{hot} slowed down by heat or power supply"] if hot else []))
+
+
+def _gpu_parts_of(gpus: list[Line]) -> list[str]:
+    """Memory, use and power of several GPUs, from the least to the most."""
+    parts = []
     for name, form, unit in (("memory_used_gib", ".1f", "GiB"), ("util_percent", ".0f", "%"), ("power_w", ".0f", "W")):
         values = [gpu[name] for gpu in gpus if gpu.get(name) is not None]
         if values:
             low, high = f"{min(values):{form}}", f"{max(values):{form}}"
             parts.append(f"{low if low == high else f'{low}–{high}'} {unit}")
-    hot = sum(1 for gpu in gpus if worries(gpu))
-    return "  ".join(parts + ([f"{hot} slowed down by heat or power supply"] if hot else []))
+    return parts
 
 
 def _map(snapshot: Snapshot, trouble: list[int], columns: int) -> list[Text]:

@@ -10,9 +10,9 @@ from launcher.planning.describe import table
 from launcher.reporting.numbers import summarise
 from launcher.reporting.record import Record, read_record
 from launcher.rundir import RunDir
+from launcher.running.causes import signal_name
 from launcher.running.journal import last_step, short_path
 from launcher.running.state import read_object
-from launcher.running.verdict import signal_name
 
 # In the order of the table: what can be compared stands first, what needs a look last.
 STATUSES = ("done", "running", "waiting", "not started", "stopped", "failed", "invalid")

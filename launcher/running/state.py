@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from launcher.errors import ConfigError, Problem
+from launcher.planning import placement
 from launcher.rundir import SWEEP, RunDir, read_json
 from launcher.running.agent import find_run
+from launcher.running.journal import JsonTail, inside, read_quietly
 from launcher.running.supervisor import Supervisor, read_supervisor
+from launcher.spec import Host
 
 LATEST = "latest"
 
@@ -36,20 +42,69 @@ def find_state(run: RunDir) -> State:
     if supervisor is not None and supervisor.alive:
         return State("running", f"running, supervised by process {supervisor.pid}", supervisor)
     outcome = read_object(run.outcome)
-    if outcome is not None:
+    if outcome is not None and not _goes_on(run, outcome, supervisor):
         first = (outcome.get("first_failure") or {}).get("text")
         text = f"{outcome.get('status')} (exit code {outcome.get('exit_code')}){f': {first}' if first else ''}"
         return State(str(outcome.get("status")), text, supervisor)
     if supervisor is None:
         return State("lost", "never started", None)
     if not supervisor.here:
-        text = f"started on {supervisor.host}; whether it runs cannot be seen from here"
+        sign = f"; its last sign is {quiet_s(run):.0f} s old"
+        text = f"supervised by process {supervisor.pid} on {supervisor.host}, which cannot be seen from here{sign}"
         return State("unknown", text, supervisor)
-    left = find_run(supervisor.run_id)
+    return _unsupervised(run, supervisor)
+
+
+def _unsupervised(run: RunDir, supervisor: Supervisor) -> State:
+    """A run whose launching process, on this machine, was killed."""
+    left, others = find_run(supervisor.run_id), remote_hosts(run)
+    unseen = f"what runs on {_listed(others)} cannot be seen from here"
     if left:
         text = f"its launching process is gone; {len(left)} processes of it still live and are being ended"
+        return State("ending", f"{text}; {unseen}" if others else text, supervisor)
+    if others and quiet_s(run) < parting_s(run):
+        text = f"its launching process is gone; {unseen}, and ends by itself within {parting_s(run):.0f} s"
         return State("ending", text, supervisor)
-    return State("lost", "ended without an outcome: its launching process was killed", supervisor)
+    text = "ended without an outcome: its launching process was killed"
+    return State("lost", f"{text}; {unseen}, and has ended unless that host is stuck" if others else text, supervisor)
+
+
+def _goes_on(run: RunDir, outcome: dict[str, Any], supervisor: Supervisor | None) -> bool:
+    """Whether an outcome is that of a start after which the supervisor, on another machine, begins another one."""
+    if supervisor is None or supervisor.here:
+        return False
+    try:
+        started = datetime.fromisoformat(str(outcome.get("started"))).timestamp()
+    except ValueError:
+        return False
+    last = next((line for line in reversed(JsonTail(run.events).read()) if line.get("event") == "restart"), {})
+    when = last.get("time")
+    return last.get("number") == outcome.get("attempt") and isinstance(when, int | float) and when >= started
+
+
+def remote_hosts(run: RunDir) -> list[str]:
+    """Hosts of the plan that are not this machine, as far as names tell."""
+    hosts = read_quietly(run.plan).get("hosts")
+    names = [str(inside(host, "name")) for host in hosts if inside(host, "name")] if isinstance(hosts, list) else []
+    here = socket.gethostname()
+    return [name for name in names if not placement.is_this_machine(Host(name=name, gpus=()), here)]
+
+
+def quiet_s(run: RunDir) -> float:
+    """Seconds since anything of the run was written here."""
+    paths = [run.plan, run.metrics, run.events, run.monitor, *run.ranks.glob("*.json"), *run.logs.glob("*.log")]
+    return max(0.0, time.time() - max((path.stat().st_mtime for path in paths if path.exists()), default=0.0))
+
+
+def parting_s(run: RunDir) -> float:
+    """How long ranks may live on after their launching process, at most."""
+    cluster = inside(read_quietly(run.plan), "config", "cluster")
+    waits = [inside(cluster, name) for name in ("stop_grace_s", "lost_contact_s")]
+    return sum(float(wait) for wait in waits if isinstance(wait, int | float))
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more hosts" if len(names) > 3 else "")
 
 
 def _sweep_state(run: RunDir, supervisor: Supervisor | None) -> State:

@@ -1,9 +1,14 @@
-"""Which process supervises a run, written down so that others can find it and be sure that it is the same one."""
+"""Which process supervises a run, written down so that others can find it and be sure that it is the same one.
+
+Who sees the run folder from another machine asks for a stop by a file in it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -44,10 +49,13 @@ def boot_id() -> str:
 
 
 def write_supervisor(run: RunDir, run_id: str) -> None:
-    """Note that this process supervises `run`."""
+    """Note that this process supervises `run`; what an earlier one was asked by file is forgotten."""
     process = read_process(os.getpid())
     start = process.start if process else 0
     supervisor = Supervisor(os.getpid(), start, boot_id(), socket.gethostname(), run_id)
+    before = read_supervisor(run)
+    if before is None or dataclasses.replace(before, run_id=run_id) != supervisor:  # else a restart by this process
+        _request(run).unlink(missing_ok=True)
     write_json(run.path / "supervisor.json", asdict(supervisor))
 
 
@@ -58,3 +66,22 @@ def read_supervisor(run: RunDir) -> Supervisor | None:
         return Supervisor(**data)
     except (OSError, ValueError, TypeError):
         return None
+
+
+def ask_by_file(run: RunDir) -> int:
+    """Ask the supervisor of `run` to stop, through the file system; how often it has been asked."""
+    count = asked_by_file(run) + 1
+    write_json(_request(run), {"count": count, "by": socket.gethostname(), "time": time.time()})
+    return count
+
+
+def asked_by_file(run: RunDir) -> int:
+    """How often a stop was asked for by file: once to save and end, twice to end at once."""
+    try:
+        return int(read_json(_request(run))["count"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def _request(run: RunDir) -> Path:
+    return run.path / "stop_requested"

@@ -20,10 +20,12 @@ from launcher.planning.memory import disk_bytes
 from launcher.planning.sweeps import Job
 from launcher.rundir import SWEEP, RunDir, write_atomic, write_json
 from launcher.running.agent import bound_to, find_run, kill_run
+from launcher.running.child import TICK_S
 from launcher.running.folder import make_new
 from launcher.running.journal import short_path
 from launcher.running.results import best_line, read_ending, read_numbers, result_line, result_table
-from launcher.running.supervise import TICK_S, StopSignals, make_report
+from launcher.running.stops import StopSignals
+from launcher.running.supervise import make_report
 from launcher.running.supervisor import read_supervisor, write_supervisor
 from launcher.running.sweep_plan import Planned, check_machine, plan_sweep
 from launcher.streams import SafeStream

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,8 @@ from launcher.planning import sweeps
 from launcher.planning.plan import make_plan
 from launcher.planning.sweeps import Job, Jobs
 from launcher.running.facts import gather_facts
-from launcher.running.preflight import preflight
+from launcher.running.preflight import preflight, startable
+from launcher.running.transport import Channel, close_all, doors, open_channels
 from launcher.spec import RunOptions, RunPlan
 
 TELL_EVERY_S = 5.0
@@ -79,13 +81,21 @@ def _teller(what: str) -> Callable[[int, int], None]:
 
 
 def check_machine(planned: Planned) -> None:
-    """What each job would check for itself, hours from now."""
+    """What each job would check for itself, hours from now; jobs on the same hosts share their connections."""
     errors: dict[int, LauncherError] = {}
-    for number, plan in planned.plans.items():
-        try:
-            preflight(plan)
-        except LauncherError as error:
-            errors[number] = error
+    channels: dict[str, dict[str, Channel]] = {}
+    try:
+        for number, plan in planned.plans.items():
+            try:
+                startable(plan)
+                way = repr(doors(plan))
+                if way not in channels:
+                    channels[way] = open_channels(plan, queue.Queue())
+                preflight(plan, channels[way])
+            except LauncherError as error:
+                errors[number] = error
+    finally:
+        close_all([channel for opened in channels.values() for channel in opened.values()])
     if errors:
         kind = ConfigError if any(isinstance(error, ConfigError) for error in errors.values()) else MachineError
         raise kind(*sweeps.grouped([j for j in planned.jobs if j.number in planned.plans], errors))

@@ -2,6 +2,7 @@
 
 train    one rank of the run; the node launcher sets RANK and the other variables
 check    read and check the data; torch is imported with --lengths only
+files    list the data files and the images they name
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from launcher.streams import take_any_text
 def main(argv: list[str] | None = None) -> int:
     """Run a verb; the exit code is the process's."""
     parser = argparse.ArgumentParser(prog="python -m launcher.training", description=__doc__)
-    parser.add_argument("verb", choices=["train", "check"])
+    parser.add_argument("verb", choices=["train", "check", "files"])
     parser.add_argument("--plan", type=Path, required=True, help="plan.json of the run")
     parser.add_argument("--lengths", action="store_true", help="check: also tokenise every row")
     options = parser.parse_args(argv)
@@ -34,6 +35,10 @@ def main(argv: list[str] | None = None) -> int:
 
         die_with_parent()  # nobody waits for the answer of a check whose launcher is gone
         return check(plan, lengths=options.lengths)
+    if options.verb == "files":
+        from launcher.training.files import main as files
+
+        return files(plan)
     _train(plan)
 
 
@@ -42,7 +47,11 @@ def _train(plan: RunPlan) -> NoReturn:
     from launcher.training.rankstatus import RankStatus
 
     rank, run = int(os.environ["RANK"]), RunDir(Path(plan.run_dir))
-    status = RankStatus.open(run, rank, _host_of(plan, rank))
+    host = _host_of(plan, rank)
+    if plan.transport == "pdsh":  # which brings only some of it here
+        os.environ.update({**plan.env, **plan.host_env.get(host, {})})
+    status = RankStatus.open(run, rank, host)
+    _bind(plan, host, int(os.environ["LOCAL_RANK"]))
     if nsys.is_wanted(plan, rank):
         os._exit(nsys.stand_for(run, rank, status, nsys.command(run, rank, nsys.program())))
     nsys.die_with_guard()
@@ -59,6 +68,16 @@ def _train(plan: RunPlan) -> NoReturn:
     # Not sys.exit: all is written by now, and what the interpreter tears down may wait for ranks that never answer
     # (after an error) or abort in gloo's threads ("terminate called without an active exception", after success).
     os._exit(code)
+
+
+def _bind(plan: RunPlan, host: str, local_rank: int) -> None:
+    """Keep this rank on the processors that the plan gives it; before torch starts threads, which stay where it is."""
+    if host not in plan.cores:
+        return
+    try:
+        os.sched_setaffinity(0, plan.cores[host][local_rank])
+    except OSError as error:  # the host allows others since: slower, but no reason to fail
+        print(f"rank {local_rank} of {host} is not bound to its processors: {error.strerror}", file=sys.stderr)
 
 
 def _exit_code(error: Exception) -> ExitCode:

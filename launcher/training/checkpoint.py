@@ -16,7 +16,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -74,12 +74,14 @@ def save(
     state: dict[str, Any],
     plan: RunPlan,
     group: ProcessGroup | None = None,
+    beat: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write the checkpoint of `step`; it appears whole or not at all. Call between optimizer steps.
 
     `state` is the loop's own (epoch, position, metrics, best ...), JSON-ready; `load` gives it back.
     `group` is a process group on CPU. Parameters are gathered one at a time and written by rank 0. An
-    error there (disk full) is raised on every rank, and the checkpoints before stay as they are.
+    error there (disk full) is raised on every rank, and the checkpoints before stay as they are. `beat` is called
+    for each tensor, as a sign of progress; so it is in `load`.
     """
     first = dist.get_rank() == 0
     final = run.checkpoint(step)
@@ -94,10 +96,11 @@ def save(
     for file, names in files.items():
         tensors = {}
         for name, kind in product(names, KINDS):
+            beat()
             value = read_state(engine, parameters[name], kind)
             if first:
                 tensors[f"{kind}/{name}"] = value.to("cpu", copy=True).contiguous()
-        together(group, partial(_write_tensors, aside / file, tensors) if first else None)
+        together(group, partial(_write_tensors, aside / file, tensors, beat) if first else None)
         del tensors
     content = {
         **state,
@@ -117,7 +120,13 @@ def save(
     return final
 
 
-def load(engine: DeepSpeedEngine, folder: Path, plan: RunPlan, group: ProcessGroup | None = None) -> dict[str, Any]:
+def load(
+    engine: DeepSpeedEngine,
+    folder: Path,
+    plan: RunPlan,
+    group: ProcessGroup | None = None,
+    beat: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
     """Put a checkpoint into a fresh engine and return its state.json.
 
     Works at another number of ranks and in another ZeRO stage. Random state returns when the number
@@ -126,7 +135,7 @@ def load(engine: DeepSpeedEngine, folder: Path, plan: RunPlan, group: ProcessGro
     """
     prepare(engine)
     state: dict[str, Any] = {}
-    together(group, lambda: state.update(_load_own(engine, folder, plan)))
+    together(group, lambda: state.update(_load_own(engine, folder, plan, beat)))
     finish_writing(engine, state["adam_step"])
     engine.global_steps = state["engine"]["global_steps"]
     engine.skipped_steps = state["engine"]["skipped_steps"]
@@ -179,15 +188,17 @@ def share(file: Path) -> None:
     file.chmod(file.parent.stat().st_mode & 0o666)
 
 
-def _write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
+def _write_tensors(file: Path, tensors: dict[str, Tensor], beat: Callable[[], None]) -> None:
     """Write, flush to the disk, read back."""
     save_file(tensors, file)
+    beat()
     share(file)
     _sync(file)
     with safe_open(file, framework="pt") as written:
         if sorted(written.keys()) != sorted(tensors):
             raise OSError(f"{file} does not hold the tensors that were written")
         for key, tensor in tensors.items():
+            beat()
             again = written.get_tensor(key)
             if not again.isfinite().all():
                 raise RuntimeError(f"{key} is not finite: training has diverged, and its state is not worth saving")
@@ -223,7 +234,7 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _load_own(engine: DeepSpeedEngine, folder: Path, plan: RunPlan) -> dict[str, Any]:
+def _load_own(engine: DeepSpeedEngine, folder: Path, plan: RunPlan, beat: Callable[[], None]) -> dict[str, Any]:
     """Read this rank's share of everything; raises before it changes anything."""
     broken = damages(folder)
     if broken:
@@ -237,6 +248,7 @@ def _load_own(engine: DeepSpeedEngine, folder: Path, plan: RunPlan) -> dict[str,
     if problems:
         raise ConfigError(*problems)
     for kind, name, tensor in _tensors(folder, KINDS):
+        beat()
         write_state(engine, parameters[name], kind, tensor)
     return state
 

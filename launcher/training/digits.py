@@ -51,7 +51,7 @@ def _images(split: str) -> dict[int, list[Image]]:
     import numpy as np
     import pyarrow.parquet as pq
 
-    table = pq.read_table(DATA).combine_chunks()
+    table = pq.ParquetFile(DATA).read().combine_chunks()  # read_table would import pandas
     pixels = table["pixels"].combine_chunks().flatten().to_numpy().reshape(-1, 8, 8)
     large = np.kron(pixels.astype(np.uint16) * 255 // 16, np.ones((SCALE, SCALE), dtype=np.uint16)).astype(np.uint8)
     # PGM: a header and the bytes, written and decoded in no time

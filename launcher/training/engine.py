@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ def make_engine(scorer: scoring.Scorer, plan: RunPlan) -> Any:
 
 
 def optimizer_step(
-    engine: Any, plan: RunPlan, batches: Sequence[MicroBatch], count: float, rank: Rank, watch: Stopwatch | None = None
+    engine: Any, plan: RunPlan, batches: Iterable[MicroBatch], count: float, rank: Rank, watch: Stopwatch | None = None
 ) -> float:
     """One exact optimizer step over this rank's micro-batches; returns its share of the loss.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,14 @@ def checkpoint_to_export(run: RunDir) -> Path:
     return complete[-1]
 
 
-def export_from_checkpoint(plan: RunPlan, checkpoint: Path, out: Path) -> Path:
+def export_from_checkpoint(
+    plan: RunPlan, checkpoint: Path, out: Path, each: Callable[[Iterable[Any]], Iterator[Any]] = iter
+) -> Path:
     """Write the model of `checkpoint` to the folder `out`; it appears whole or not at all.
 
     Weights have the number format of the run (`plan.precision`); adapters are merged in float32. An
-    earlier export at `out` is replaced, any other folder that is not empty is refused.
+    earlier export at `out` is replaced, any other folder that is not empty is refused. `each` takes
+    the trained tensors through `RankStatus.each`, say.
     """
     if out.exists() and any(out.iterdir()) and not (out / MARK).is_file():
         raise ConfigError(Problem(f"{out} is not empty and no export of this launcher", tries=("another folder",)))
@@ -52,7 +55,8 @@ def export_from_checkpoint(plan: RunPlan, checkpoint: Path, out: Path) -> Path:
     # Random weights depend on the kind of device, so the base is built where the run built it.
     model = models.load_model(plan, processors.special_ids(processor.tokenizer), torch.device(plan.device)).cpu()
     tune = plan.config.tune
-    put_masters(model, read_masters(checkpoint), scaling=tune.lora_alpha / tune.r, answer_ids=(ids["no"], ids["yes"]))
+    masters = each(read_masters(checkpoint))
+    put_masters(model, masters, scaling=tune.lora_alpha / tune.r, answer_ids=(ids["no"], ids["yes"]))
     # transformers reads the flag at the top level, other servers the one of the text part.
     model.config.text_config.tie_word_embeddings = model.config.tie_word_embeddings
     aside = out.with_name(f".{out.name}.tmp")

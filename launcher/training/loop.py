@@ -42,7 +42,7 @@ def train(plan: RunPlan, run: RunDir, status: RankStatus) -> None:
         if plan.config.checkpoint.export and not stopped and rank.rank == 0:
             log.phase("exporting")
             source = export.checkpoint_to_export(run)
-            folder = export.export_from_checkpoint(plan, source, run.export)
+            folder = export.export_from_checkpoint(plan, source, run.export, status.each)
             log.event("export", path=str(folder), checkpoint=str(source))
         log.phase("ended", state="stopped" if stopped else "done")
 
@@ -153,7 +153,7 @@ class Trainer:
         lr = self._learning_rate()
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
-        loss = optimizer_step(self.engine, self.plan, share.micro_batches, count, self.rank, self.watch)
+        loss = optimizer_step(self.engine, self.plan, self.log.each(share.micro_batches), count, self.rank, self.watch)
         self.step += 1
         self.units = (self.units or 0.0) + count
         if self.step % config.logging.every_steps == 0 or self.step == self.total_steps:
@@ -193,7 +193,7 @@ class Trainer:
         if not self.eval_rows or self.last_eval == self.step:
             return
         self.log.phase("evaluating")
-        records = score_rows(self.engine, self.maker, self.eval_rows, self.rank, self.stopping)
+        records = score_rows(self.engine, self.maker, self.eval_rows, self.rank, self.stopping, self.status.beat)
         if records is None:
             return
         if not records:
@@ -216,7 +216,13 @@ class Trainer:
         self.log.phase("saving")
         state = {"epoch": self.step / self.order.steps_per_epoch, "best": self.best}
         folder = checkpoint.save(
-            self.engine, run=self.run, step=self.step, state=state, plan=self.plan, group=self.rank.cpu_group
+            self.engine,
+            run=self.run,
+            step=self.step,
+            state=state,
+            plan=self.plan,
+            group=self.rank.cpu_group,
+            beat=self.status.beat,
         )
         self.saved.add(self.step)
         self.log.event("checkpoint", step=self.step, path=str(folder))
@@ -226,7 +232,7 @@ class Trainer:
             checkpoint.rotate(self.run, options.keep_last, best)
 
     def _resume(self, folder: str) -> None:
-        state = checkpoint.load(self.engine, Path(folder), self.plan, self.rank.cpu_group)
+        state = checkpoint.load(self.engine, Path(folder), self.plan, self.rank.cpu_group, self.status.beat)
         self.step, self.best = int(state["step"]), state.get("best")
         self.saved.add(self.step)
         self.log.event("resumed", step=self.step, path=folder)
@@ -248,12 +254,17 @@ class Trainer:
 
 
 def score_rows(
-    engine: Any, maker: StepMaker, rows: Sequence[Group], rank: Rank, stopping: Callable[[], bool] = lambda: False
+    engine: Any,
+    maker: StepMaker,
+    rows: Sequence[Group],
+    rank: Rank,
+    stopping: Callable[[], bool] = lambda: False,
+    beat: Callable[[], None] = lambda: None,
 ) -> evaluate.Records | None:
     """Scores and labels of every row, on every rank; the work is shared and groups may be split.
 
     Rows are taken some batches at a time: their pixels need not fit in memory together. None when `stopping`
-    (collective, asked once in such a while) says so.
+    (collective, asked once in such a while) says so. `beat` is called for each batch, as a sign of progress.
     """
     chunk = 4 * maker.plan.batch.global_size
     shares = prefetched(lambda i: maker.scoring(rows[i * chunk : (i + 1) * chunk]), 0, -(-len(rows) // chunk))
@@ -264,6 +275,7 @@ def score_rows(
             if stopping():
                 return None
             for batch in share.micro_batches:
+                beat()
                 scores = engine(batch.to(rank.device)).tolist()
                 index = (batch.group + number * chunk).tolist()
                 mine += zip(index, scores, batch.labels.tolist(), strict=True)
@@ -280,7 +292,7 @@ def _rows(plan: RunPlan, split: str, encoder: Encoder, rank: Rank, log: MetricLo
     groups = usable_groups(plan, split)
     lengths = Lengths()
     mine = range(rank.rank, len(groups), rank.world_size)
-    for part in rank.gather(measure(plan, encoder, groups, mine, split)):
+    for part in rank.gather(measure(plan, encoder, groups, log.each(mine), split)):
         lengths.add(part)
     kept = fitting(plan, lengths, groups, split)
     for row in sorted(lengths.unfit):

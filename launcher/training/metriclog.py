@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from launcher.rundir import RunDir, append_json
-from launcher.training.rankstatus import RankStatus
+from launcher.training.rankstatus import Item, RankStatus
 
 
 class MetricLog:
@@ -32,6 +32,10 @@ class MetricLog:
         self._status.update(phase=name, state=state, step=step)
         if changed:
             self.event("phase", phase=name)
+
+    def each(self, items: Iterable[Item]) -> Iterator[Item]:
+        """The items, with a sign of progress before each (`RankStatus.each`)."""
+        return self._status.each(items)
 
     def step(
         self,

@@ -14,14 +14,18 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from launcher.rundir import RunDir
 
+Item = TypeVar("Item")
+
 STATES = ("starting", "running", "done", "stopped", "failed")
 STEP_WRITE_S = 0.5  # a step alone is written at most this often; a new state or phase at once
+BEAT_S = 2.0  # so is a sign of progress within a step
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -69,6 +73,18 @@ class RankStatus:
         self._status.update(news)
         if changed - {"step"} or (changed and time.monotonic() - self._written >= STEP_WRITE_S):
             self._write()
+
+    def beat(self) -> None:
+        """Note that there is progress, for who looks for a hang; the main thread only. Cheap enough for each batch."""
+        if time.monotonic() - self._written >= BEAT_S:
+            self._write()
+
+    def each(self, items: Iterable[Item]) -> Iterator[Item]:
+        """The items, with a sign of progress before each and after the last."""
+        for item in items:
+            self.beat()
+            yield item
+        self.beat()
 
     def fail(self, error: BaseException, exit_code: int) -> None:
         """Note the exception that ends this rank, and print it to the log. The caller exits with `exit_code`."""

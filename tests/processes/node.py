@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 
-ranks = int(sys.argv[1])
+ranks, first = int(sys.argv[1]), int(os.environ.get("FIRST_RANK", "0"))
 started = [
     subprocess.Popen([sys.executable, *sys.argv[2:]], env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks)})
-    for rank in range(ranks)
+    for rank in range(first, first + ranks)
 ]
+for process in started:
+    print(f"process {process.pid} spawned with command: {process.args}", flush=True)  # DeepSpeed's words
 while started:
     for process in list(started):
         if process.poll() is None:

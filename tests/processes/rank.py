@@ -1,11 +1,13 @@
 """A rank without torch: `rank.py train --plan RUN/plan.json [RANK:DEED ...]` steps until told to stop, saves, leaves.
 
-A deed happens at step 3 of that rank: raise, config, full, kill9, segfault, exit0, killparent. Others hold from the
-start: deaf (ignores SIGTERM), load (for a minute), helper (has a child that outlives it), die (fails before its log is
-open). abort comes after the end, which `steps=N` sets.
+It goes on from the plan's checkpoint. A deed happens at step 3 of that rank, unless it has gone on: raise, config,
+full, kill9, segfault, exit0, stop, wait (for a minute), killparent. Others hold from the start: deaf (ignores SIGTERM),
+load (for a minute), helper (has a child that outlives it), die (fails before its log is open). abort comes after the
+end, which `steps=N` sets.
 """
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +16,7 @@ import time
 from pathlib import Path
 
 from launcher.errors import ConfigError, LauncherError, MachineError
-from launcher.rundir import RunDir, append_json
+from launcher.rundir import RunDir, append_json, checkpoint_step
 from launcher.training.rankstatus import RankStatus
 
 STEP_S = 0.05
@@ -27,7 +29,7 @@ def main() -> int:
     total = next((int(word[6:]) for word in arguments if word.startswith("steps=")), 1_000_000)
     if "die" in deeds:
         raise ImportError("no such library")
-    status = RankStatus.open(run, rank, "localhost")
+    status = RankStatus.open(run, rank, os.environ.get("HOST", "localhost"))
     print(f"rank {rank} is here")
     if "deaf" in deeds:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -46,16 +48,17 @@ def main() -> int:
 
 
 def train(status: RankStatus, run: RunDir, rank: int, total: int, deeds: set[str]) -> int:
-    if rank == 0:
+    resumed = json.loads(run.plan.read_text()).get("resume_from") if run.plan.exists() else None
+    if rank == 0 and not resumed:
         evaluate(run, 0, 0.49)
-    for step in range(1, total + 1):
+    for step in range(checkpoint_step(Path(resumed)) + 1 if resumed else 1, total + 1):
         time.sleep(STEP_S)
         status.update(state="running", step=step, phase="training")
         if rank == 0:
             line = {"kind": "step", "step": step, "total_steps": total, "epoch": 0.0, "loss": 2.0 / step, "lr": 1e-3}
             line |= {"grad_norm": 1.0, "queries_per_s": 20.0, "tokens_per_s": 900.0, "step_s": STEP_S, "skipped": 0}
             append_json(run.metrics, line | {"time": time.time()})
-        if step == 3:
+        if step == 3 and not resumed:
             do(deeds)
         if status.stop_requested:
             save(run, step, rank)
@@ -83,6 +86,10 @@ def do(deeds: set[str]) -> None:
         ctypes.string_at(0)
     if "exit0" in deeds:
         os._exit(0)
+    if "stop" in deeds:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if "wait" in deeds:
+        time.sleep(60)
     if "killparent" in deeds:
         os.kill(os.getppid(), signal.SIGKILL)
 

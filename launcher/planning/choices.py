@@ -1,0 +1,50 @@
+"""Precision, attention kernel and learning rate, each by what was asked or by what is known, with the reason."""
+
+from __future__ import annotations
+
+from launcher.errors import ConfigError, Problem
+from launcher.planning.consistency import uses_lora
+from launcher.planning.placement import Placement
+from launcher.spec import RunConfig, TuneConfig
+
+LR = {"lora": 1e-4, "full": 1e-5}  # adapters start at zero and bear more; whole weights are easily spoilt
+BF16_CAPABILITY = (8, 0)  # Ampere
+
+
+def choose_precision(config: RunConfig, placement: Placement) -> tuple[str, str]:
+    """(bf16 | fp32, why)."""
+    asked, capability = config.precision.name, placement.capability
+    shown = f"compute capability {capability[0]}.{capability[1]}" if capability else ""
+    if placement.device == "cpu":
+        return ("fp32", "no GPU") if asked == "auto" else (asked, "as asked")
+    fits = capability is None or capability >= BF16_CAPABILITY
+    if asked == "bf16" and not fits:
+        text = f"precision=bf16, but {placement.gpu_kind} has {shown}, and bf16 needs 8.0"
+        raise ConfigError(Problem(text, "", ("precision=fp32",)))
+    if asked != "auto":
+        return asked, "as asked"
+    if capability is None:
+        return "bf16", "the kind of GPU is not known here; Ampere and newer compute in bf16"
+    return ("bf16", f"{placement.gpu_kind}, {shown}") if fits else ("fp32", f"{shown} has no bf16")
+
+
+def choose_attention(config: RunConfig, placement: Placement) -> tuple[str, str]:
+    """(kernel, why). Which kernels are installed is known on the hosts only, so `auto` stays `auto` for GPUs."""
+    asked = config.attention.name
+    if placement.device == "cpu":
+        why = "exact, for CPU"
+        return "reference", why if asked == "auto" else f"{why}: {asked} needs a GPU"
+    if asked == "auto":
+        return "auto", "the fastest kernel that the ranks find installed; their log names it"
+    return asked, "as asked"
+
+
+def learning_rate(config: RunConfig) -> float:
+    """`optim.lr`, else by what trains."""
+    if config.optim.lr is not None:
+        return config.optim.lr
+    return LR["lora" if uses_lora(config.tune) and not _trains_whole_part(config.tune) else "full"]
+
+
+def _trains_whole_part(tune: TuneConfig) -> bool:
+    return any(getattr(tune, part) == "full" for part in ("language", "vision", "projector"))

@@ -1,0 +1,92 @@
+"""`check hosts`: the checks that every start makes, alone, and a table of what was found."""
+
+from __future__ import annotations
+
+import queue
+import sys
+from collections.abc import Mapping
+from typing import IO, Any, cast
+
+from launcher.errors import ConfigError, ExitCode, Problem
+from launcher.running.findings import several
+from launcher.running.preflight import Checked, check, startable
+from launcher.running.transport import Event, close_all, open_channels
+from launcher.spec import Host, RunPlan
+from launcher.streams import SafeStream
+
+HEAD = ("host", "reached", "python", "torch", "GPUs", "driver", "processors", "memory", "disk", "run folder", "address")
+GIB = 2**30
+UNKNOWN = "-"
+
+
+def check_hosts(plan: RunPlan) -> int:
+    """Ask all hosts, print what they said; raises what would keep the run from starting."""
+    startable(plan)
+    if plan.transport in ("env", "manual"):
+        text = f"cluster.transport={plan.transport} reaches no host from here: its launchers check them when they meet"
+        raise ConfigError(Problem(text, tries=("cluster.transport=ssh",)))
+    inbox: queue.Queue[Event] = queue.Queue()
+    channels = open_channels(plan, inbox)
+    try:
+        checked = check(plan, channels)
+    finally:
+        close_all(list(channels.values()))
+    out = cast(IO[str], SafeStream(sys.stdout))
+    show([_row(host, checked) for host in plan.hosts], out, pretty=sys.stdout.isatty())
+    for text in checked.notes:
+        print(text, file=out)
+    for text in checked.plan.warnings:
+        print(f"warning: {text}", file=out)
+    if checked.error is not None:
+        out.flush()
+        raise checked.error
+    ranks = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}"
+    print(f"{several([host.name for host in plan.hosts])}: nothing keeps {ranks} from starting", file=out, flush=True)
+    return int(ExitCode.OK)
+
+
+def show(rows: list[tuple[str, ...]], out: IO[str], *, pretty: bool) -> None:
+    """The table, without the columns that say nothing; in colour and with its lines folded for a terminal."""
+    kept = [n for n in range(len(HEAD)) if n == 0 or any(row[n] != UNKNOWN for row in rows)]
+    cells = [[row[n] for n in kept] for row in [HEAD, *rows]]
+    if pretty:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(*cells[0], box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+        for row in cells[1:]:
+            table.add_row(*row, style="red" if row[1:] == [UNKNOWN] * (len(row) - 1) else None)
+        Console(file=out).print(table)
+        return
+    widths = [max(len(row[n]) for row in cells) for n in range(len(kept))]
+    for row in cells:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(), file=out)
+
+
+def _row(host: Host, checked: Checked) -> tuple[str, ...]:
+    look = checked.looks.get(host.name)
+    if look is None or "failed" in look:
+        return (host.name, *[UNKNOWN] * (len(HEAD) - 1))
+    gpus = look["gpus"] if isinstance(look["gpus"], list) else []
+    kinds = {gpu["name"] for gpu in gpus}
+    met = checked.met
+    interface = met.interfaces.get(host.name) if met else None
+    own = [a["address"] for a in look["addresses"] if a["interface"] == interface and a["scope"] != "link"]
+    return (
+        host.name,
+        f"{1000 * checked.reached_after_s[host.name]:,.0f} ms",
+        look["python"],
+        look["versions"].get("torch", UNKNOWN),
+        f"{len(gpus)} {', '.join(sorted(kinds))}" if gpus else UNKNOWN,
+        ", ".join(sorted({gpu["driver"] for gpu in gpus})) or UNKNOWN,
+        str(len(look["processors"].get("allowed", ()))),
+        _gib(look["memory"], "total"),
+        _gib(look["folder"], "free"),
+        {True: "shared", False: "its own", None: UNKNOWN}[look["folder"].get("shared")],
+        f"{own[0]} ({interface})" if own else UNKNOWN,
+    )
+
+
+def _gib(space: Mapping[str, Any], field: str) -> str:
+    return f"{space[field] / GIB:,.0f} GiB" if field in space else UNKNOWN

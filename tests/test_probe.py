@@ -1,0 +1,458 @@
+"""The program that looks at hosts, and what is concluded from what it sees."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import itertools
+import os
+import queue
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.running import probe
+from launcher.running.addresses import candidates_of, choose_interface, nccl_fits, pairs
+from launcher.running.binding import bind
+from launcher.running.findings import Finding, problems
+from launcher.running.machines import Reference, judge
+from launcher.running.oddities import oddities
+from launcher.running.panel import Panel, Silence
+from launcher.running.transport import BOOT, Channel, Door
+from launcher.running.unreachable import unreachable
+from launcher.spec import Host, RunPlan, plan_to_json
+from tests.planning_support import plan as planned
+
+SOURCE = Path(probe.__file__).read_text()
+ASKED: dict[str, Any] = {
+    "do": "look",
+    "cwd": "/",
+    "path": [],
+    "modules": ["json", "no_such_module"],
+    "packages": ["pytest", "no-such-package"],
+    "digest": None,
+    "files": [],
+    "programs": ["sh", "no-such-program"],
+    "search": None,
+    "hub": None,
+    "run_dir": "/nowhere/runs/mine",
+    "token": None,
+    "gpus": False,
+}
+
+
+@contextlib.contextmanager
+def probing(*names: str) -> Iterator[Panel]:
+    """Probes on this machine, as hosts of these names."""
+    inbox: queue.Queue[Any] = queue.Queue()
+    door = (sys.executable, "-c", BOOT)
+    channels = {name: Channel(Door(name, door, True), inbox) for name in names}
+    try:
+        yield Panel(channels)
+    finally:
+        for channel in channels.values():
+            channel.close()
+
+
+def test_probe_is_one_file_for_any_python_of_the_last_years() -> None:
+    tree = ast.parse(SOURCE, feature_version=(3, 6))
+    assert any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body)
+    imported = {
+        name.partition(".")[0]
+        for node in ast.walk(tree)
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert imported <= set(sys.stdlib_module_names) - {"__future__"}  # its annotations came with 3.7
+
+
+def test_probe_says_what_it_sees(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.touch()
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{}\n")
+    asked = {**ASKED, "cwd": str(Path(probe.__file__).parents[2]), "files": [str(rows), "/gone"], "token": str(token)}
+    with probing("here") as panel:
+        look = panel.start(asked, 10.0)["here"]
+        panel.end()
+    assert (look["python"], look["executable"]) == (sys.version.split()[0], sys.executable)
+    assert look["missing"] == ["no_such_module"]
+    assert look["versions"] == {"pytest": pytest.__version__}
+    assert look["programs"]["sh"] and look["programs"]["no-such-program"] is None
+    assert look["folder"]["where"] == "/" and look["folder"]["shared"] is True
+    assert look["launcher"]["digest"] == probe.digest_of(probe.sources(str(Path(probe.__file__).parents[1])))
+    assert look["files"]["/gone"] == {"failed": "No such file or directory"}
+    assert look["files"][str(rows)] == probe.mark(str(rows)) != {"failed": "No such file or directory"}
+    assert look["processors"]["allowed"] == sorted(os.sched_getaffinity(0))
+    assert {"interface": "lo", "address": "127.0.0.1"}.items() <= look["addresses"][0].items()
+    assert abs(look["ahead_s"]) < 2
+
+
+def test_every_source_counts_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / "a.py").touch()
+    (tmp_path / "a.py").write_text("a = 1")
+    (tmp_path / "notes.txt").write_text("b")
+    before = probe.sources(str(tmp_path))
+    assert set(before) == {"a.py"}
+    (tmp_path / "a.py").write_text("a = 2")
+    assert probe.digest_of(probe.sources(str(tmp_path))) != probe.digest_of(before)
+
+
+def test_long_files_are_known_by_size_and_both_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "ENDS", 4)
+    file = tmp_path / "weights"
+    seen = set()
+    for content in (b"abcdefghij", b"abcdefghiX", b"Xbcdefghij", b"abcdefghijk", b"ab"):
+        file.write_bytes(content)
+        seen.add(tuple(probe.mark(str(file))))
+    assert len(seen) == 5
+
+
+def test_addresses_and_routes_without_the_program_ip(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_ip(*argv: str) -> str:
+        raise FileNotFoundError
+
+    told = {(a["interface"], a["address"], a["prefix"]) for a in probe.addresses()}
+    route = probe.route_to("127.0.0.1")
+    monkeypatch.setattr(probe, "output", no_ip)
+    found = {(a["interface"], a["address"], a["prefix"]) for a in probe.addresses()}
+    assert ("lo", "127.0.0.1", 8) in found <= told
+    assert probe.route_to("127.0.0.1") == route == {"interface": "lo", "source": "127.0.0.1"}
+
+
+def test_hosts_know_who_answers() -> None:
+    with probing("a", "b") as panel:
+        panel.start(ASKED, 10.0)
+        ask = {"do": "listen", "ports": [0], "address": None}
+        ears = panel.ask({"a": {**ask, "word": "i am a"}, "b": {**ask, "word": "i am b"}}, 5.0)
+        a, b = ears["a"]["port"], ears["b"]["port"]
+        targets = [["a", "127.0.0.1", a, "i am a"], ["b", "127.0.0.1", b, "i am a"], ["none", "127.0.0.1", 1, "x"]]
+        calls = panel.ask({"b": {"do": "dial", "targets": targets, "wait_s": 2.0}}, 5.0)["b"]
+        again = panel.ask({"b": {**ask, "ports": [a, 0], "word": "x"}}, 5.0)["b"]
+        foreign = panel.ask({"b": {**ask, "address": "192.0.2.77", "word": "x"}}, 5.0)["b"]
+        taken = panel.ask({"b": {**ask, "ports": [a], "word": "x"}}, 5.0)["b"]
+        panel.end()
+    assert calls == {
+        "a": {},
+        "b": {"failed": "another machine answers"},
+        "none": {"failed": "Connection refused"},
+    }
+    assert again["port"] not in (a, b)
+    assert (foreign["what"], taken["what"]) == ("address", "port")
+    with socket.create_server(("", a)):  # nothing listens there any more
+        pass
+
+
+def test_a_host_that_says_nothing_is_an_answer() -> None:
+    inbox: queue.Queue[Any] = queue.Queue()
+    channels = {
+        "dumb": Channel(Door("dumb", ("sleep", "60"), False), inbox),
+        "gone": Channel(Door("gone", ("sh", "-c", "echo no >&2; exit 127"), False), inbox),
+        "here": Channel(Door("here", (sys.executable, "-c", BOOT), True), inbox),
+    }
+    panel = Panel(channels)
+    looks = panel.start(ASKED, -1.0)
+    panel.end()
+    channels["dumb"].kill()
+    for channel in channels.values():
+        channel.close()
+    assert set(looks) == {"here"}
+    assert panel.silent["gone"] == Silence(said="no", exit_code=127)
+    assert panel.silent["dumb"].said == "no answer within 1 s"
+
+
+UNREACHABLE = {
+    "No ED25519 host key is known for n2 and you have requested strict checking.\r\nHost key verification failed.": (
+        "host key",
+        "is not known here",
+        "ssh -p 22 me@n2   (once, and compare the key)",
+    ),
+    "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.": (
+        "host key",
+        "another machine has its name",
+        "ssh-keygen -R n2   (once you know why), then  ssh -p 22 me@n2",
+    ),
+    "me@n2: Permission denied (publickey,password).": ("login", "(publickey,password)", "ssh-copy-id -p 22 me@n2"),
+    "ssh: Could not resolve hostname n2: Name or service not known": (
+        "name",
+        "no address for n2",
+        "addr=ADDRESS in its line of the hostfile",
+    ),
+    "ssh: connect to host n2 port 22: Connection refused": ("unreachable", "no sshd", "port=NUMBER in its line"),
+    "ssh: connect to host n2 port 22: No route to host": ("unreachable", "No route to host; is it", "ping n2"),
+    "bash: line 1: /opt/python: No such file or directory": ("python", "/opt/python: No such file", "cluster.python="),
+    "/usr/bin/python3: command not found": ("python", "command not found", "cluster.python=PATH"),
+    'OCI runtime exec failed: exec failed: exec: "/venv/python": stat': ("python", "OCI runtime", "cluster.python="),
+    "Error response from daemon: No such container: qwen": ("container", "No such container: qwen", "docker ps"),
+    "srun: error: Unable to create step for job 7: Requested nodes are busy": ("slurm", "nodes are busy", "squeue"),
+    '  File "<string>", line 5\nSyntaxError: invalid syntax': ("python", "too old", "cluster.python=PATH"),
+}
+
+
+@pytest.mark.parametrize("said", UNREACHABLE)
+def test_last_words_become_a_cause_and_a_fix(said: str) -> None:
+    what, reason, fix = UNREACHABLE[said]
+    host = Host(name="n2", gpus=(0,), user="me", port=22)
+    row = unreachable(planned(), host, Silence(said=said, exit_code=255))
+    assert row.what == what
+    assert reason in row.reason
+    assert any(fix in line for line in row.tries)
+
+
+def test_unknown_last_words_are_passed_on() -> None:
+    away = dataclasses.replace(planned(), transport="ssh")
+    row = unreachable(away, Host(name="n2", gpus=(0,)), Silence(said="hello\nkernel panic", exit_code=255))
+    assert row.reason == "hello; kernel panic (exit code 255)"
+    assert row.tries == ("ssh n2",)
+
+
+def test_rows_of_many_hosts_are_one() -> None:
+    rows = [Finding(host=f"n{n}", what="code", reason="other", tries=("sync",)) for n in range(9)]
+    rows += [Finding(host="n1", what="GPUs", reason="none")]
+    assert [problem.text for problem in problems(rows)] == [
+        "n0, n1, n2, n3 and 5 more  code  other",
+        "n1                         GPUs  none",
+    ]
+
+
+NETWORKS = itertools.count()
+GPU = {"uuid": "GPU-0", "name": "H200", "total": 2**37, "used": 0, "mode": "Default", "driver": "570", "users": []}
+
+
+def gpus(count: int, **fields: Any) -> list[dict[str, Any]]:
+    """GPUs as a probe sees them, half of them on each of two memory nodes."""
+    return [{**GPU, "index": n, "uuid": f"GPU-{n:04}", "node": 2 * n // count, **fields} for n in range(count)]
+
+
+def look(**fields: Any) -> dict[str, Any]:
+    """What a probe might say."""
+    versions = {"torch": "2.9", "deepspeed": "0.19", "transformers": "5.0", "peft": "0.19"}
+    machine = {"hostname": "a", "boot": "b", "network": f"net:[{next(NETWORKS)}]"}
+    return {
+        "python": "3.11.7",
+        "executable": "/venv/python",
+        "cwd": True,
+        "missing": [],
+        "versions": versions,
+        "launcher": {"where": "/w/launcher", "digest": "d", "files": None},
+        "files": {},
+        "programs": {},
+        "hub": None,
+        "folder": {"where": "/w", "writable": True, "free": 10**15, "shared": True},
+        "shm": {"free": 10**12},
+        "processors": {"allowed": list(range(16)), "quota": None},
+        "numa": {"0": list(range(8)), "1": list(range(8, 16))},
+        "machine": machine,
+        "addresses": [],
+        "ssh_address": [],
+        "gpus": gpus(8),
+        "visible": None,
+        "leftovers": {},
+        "ahead_s": 0.0,
+        **fields,
+    }
+
+
+def two(first: dict[str, Any] | None = None, **second: Any) -> tuple[RunPlan, dict[str, Any]]:
+    """A plan on two hosts of eight GPUs, and what their probes see."""
+    hosts = tuple(Host(name=name, gpus=tuple(range(8))) for name in ("a", "b"))
+    plan = dataclasses.replace(planned(), hosts=hosts, transport="ssh", device="cuda", attention="auto")
+    env = {name: value for name, value in plan.env.items() if name != "OMP_NUM_THREADS"}
+    return dataclasses.replace(plan, env=env), {"a": look(**(first or {})), "b": look(**second)}
+
+
+JUDGED = [
+    ({"python": "3.8.1"}, "python", "3.10 or newer"),
+    ({"python": "3.12.1"}, "versions", "python 3.12, but 3.11 on this machine, a"),
+    ({"versions": {**look()["versions"], "torch": "2.8"}}, "versions", "torch 2.8, but 2.9 on this machine, a"),
+    ({"versions": {**look()["versions"], "flash-attn": "2.8"}}, "versions", "flash-attn 2.8, but not installed on a"),
+    ({"missing": ["deepspeed"]}, "packages", "/venv/python lacks deepspeed"),
+    ({"cwd": False}, "folder", "the working folder /w is not there"),
+    ({"launcher": {"where": None}}, "code", "no package launcher"),
+    (
+        {"launcher": {"where": "/x", "digest": "e", "files": {"spec.py": "2", "errors.py": "1"}}},
+        "code",
+        "in /x is not the one here: spec.py differs",
+    ),
+    ({"files": {"/w/rows": {"failed": "No such file or directory"}}}, "inputs", "dataset.train=/w/rows: no such file"),
+    ({"files": {"/w/rows": [4, "x"]}}, "inputs", "4 bytes instead of 3"),
+    ({"files": {"/w/rows": [3, "y"]}}, "inputs", "its content differs"),
+    ({"gpus": {"failed": "no nvidia-smi"}}, "GPUs", "no GPU answers (no nvidia-smi)"),
+    ({"gpus": gpus(4)}, "GPUs", "slot 4,5,6,7 is not there: it has 4 GPUs"),
+    ({"gpus": gpus(8, mode="Prohibited")}, "GPUs", "GPU 7 is in compute mode Prohibited"),
+    ({"visible": "0,1"}, "GPUs", "CUDA_VISIBLE_DEVICES=0,1 is set there, and slots 0,1,2,3,4,5,6,7 are not in it"),
+    ({"visible": "MIG-1234"}, "GPUs", "CUDA_VISIBLE_DEVICES=MIG-1234"),
+    ({"shm": {"free": 2**20}}, "/dev/shm", "1 MiB are free in /dev/shm, and 8 GPUs need about 256 MiB"),
+    ({"programs": {"nsys": None}}, "profiler", "needs nsys"),
+    (
+        {"folder": {"where": "/w", "writable": False, "free": 10**15, "shared": False}},
+        "run folder",
+        "no permission to write in /w",
+    ),
+    ({"folder": {"where": "/w", "writable": True, "free": 1, "shared": False}}, "disk", "0.0 GB are free"),
+]
+
+
+@pytest.mark.parametrize(("seen", "what", "reason"), JUDGED)
+def test_each_difference_names_its_host(seen: dict[str, Any], what: str, reason: str) -> None:
+    plan, looks = two(**seen)
+    reference = Reference(
+        cwd="/w",
+        versions={"python": "3.11", "torch": "2.9"},
+        digest="d",
+        files={"spec.py": "1", "errors.py": "1"},
+        marks={"/w/rows": [3, "x"]},
+        keys={"/w/rows": "dataset.train"},
+    )
+    for one in looks.values():
+        one["files"] = one["files"] or {"/w/rows": [3, "x"]}
+    found = judge(plan, looks, reference)
+    assert {row.host for row in found} == {"b"}
+    assert any(row.what == what and reason in row.reason for row in found), found
+
+
+def test_equal_hosts_have_no_findings() -> None:
+    plan, looks = two(visible="GPU-0000,GPU-0001,2,3,4,5,6,7")
+    assert judge(plan, looks, Reference(cwd="/w", digest="d", versions={"python": "3.11"})) == []
+    assert oddities(plan, looks, Reference(cwd="/w")) == []
+
+
+def test_the_odd_one_of_three_is_named_and_not_this_machine() -> None:
+    plan, looks = two()
+    looks["c"] = look(versions={**look()["versions"], "transformers": "4.9"})
+    plan = dataclasses.replace(plan, hosts=(*plan.hosts, Host(name="c", gpus=(0,))))
+    found = judge(plan, looks, Reference(cwd="/w", versions={"transformers": "4.8"}))
+    assert [(row.host, row.reason) for row in found] == [("c", "transformers 4.9, but 5.0 on a, b")]
+
+
+def test_one_machine_by_two_names() -> None:
+    same = {"hostname": "a", "boot": "1", "network": "net:[1]"}
+    plan, looks = two({"machine": same}, machine=same)
+    (row,) = judge(plan, looks, Reference(cwd="/w"))
+    assert (row.host, row.config) == ("b", True)
+    assert "the same machine as a" in row.reason
+    assert judge(dataclasses.replace(plan, transport="manual"), looks, Reference(cwd="/w")) == []
+    looks["b"]["machine"] = {**same, "network": "net:[2]"}  # two containers with addresses of their own
+    assert judge(plan, looks, Reference(cwd="/w")) == []
+
+
+def test_what_a_person_should_know() -> None:
+    user = {"pid": 7, "name": "/usr/bin/python", "user": "eve", "bytes": 10**9}
+    busy = [*gpus(7), {**GPU, "index": 7, "node": 1, "used": 10**10, "users": [user]}]
+    plan, looks = two(gpus=busy, ahead_s=-60.0, leftovers={"old": [4, 5]}, shm={"free": 300 * 2**20}, hub=False)
+    looks["a"]["gpus"] = gpus(8, name="A100", driver="560")
+    text = "\n".join(oddities(plan, looks, Reference(cwd="/w")))
+    assert "b: GPU 7 is in use, 10.0 GB of 137, by python of eve (pid 7, 1.0 GB)" in text
+    assert "b: its clock is 60 s behind" in text
+    assert "b: 2 process(es) of run old, which has ended, are left there: kill 4, 5" in text
+    assert "b: 300 MiB are free in /dev/shm" in text
+    assert "GPUs differ: A100 on a; H200 on b; the smallest decides" in text
+    assert "GPU drivers differ: 560 on a; 570 on b" in text
+    assert "are not on b: its ranks download them" in text
+
+
+def test_ranks_run_beside_their_gpus() -> None:
+    plan, looks = two(processors={"allowed": list(range(4)), "quota": None})
+    threads, cores, notes = bind(plan, looks)
+    low, high = tuple(range(8)), tuple(range(8, 16))
+    assert cores == {"a": (low,) * 4 + (high,) * 4}  # b may use one group of processors only
+    assert threads == {"a": "2", "b": "1"}
+    assert notes[0] == "a: each rank runs on the processors beside its GPU: 2 groups of them"
+    assert notes[1] == "a: OMP_NUM_THREADS=2: 8 processors for the 4 GPUs beside them"
+    assert notes[2] == "b: OMP_NUM_THREADS=1: 4 processors for 8 ranks"
+
+
+def test_ranks_are_not_bound_when_asked_not_to_or_when_it_is_not_told() -> None:
+    plan, looks = two(gpus=gpus(8, node=None))
+    cluster = dataclasses.replace(plan.config.cluster, bind_cores="none")
+    free = dataclasses.replace(plan, config=dataclasses.replace(plan.config, cluster=cluster))
+    assert bind(free, looks)[1] == {}
+    assert set(bind(plan, looks)[1]) == {"a"}
+    own = dataclasses.replace(plan, env={"OMP_NUM_THREADS": "3"}, device="cpu")
+    assert bind(own, looks) == ({}, {}, [])
+    looks["a"]["processors"] = {"allowed": list(range(16)), "quota": 4.0}
+    cpu = dataclasses.replace(plan, device="cpu", hosts=plan.hosts[:1])
+    assert bind(cpu, looks)[0] == {"a": "1"}
+
+
+def own(interface: str, address: str, *, physical: bool = True, scope: str = "global") -> dict[str, Any]:
+    return {"interface": interface, "address": address, "prefix": 24, "scope": scope, "physical": physical}
+
+
+def test_likely_addresses_come_first() -> None:
+    plan, _ = two()
+    there = [
+        own("lo", "127.0.0.1", scope="host"),
+        own("docker0", "172.17.0.1", physical=False),
+        own("eth1", "fd00::1"),
+        own("eth0", "10.0.0.1"),
+        own("bond0", "10.1.0.1", physical=False),
+        own("eth0", "fe80::1", scope="link"),
+    ]
+    seen = look(addresses=there, ssh_address=["10.2.0.1"])
+    found = candidates_of(plan, seen, {"b": {"a": ["127.0.1.1", "fd00::9", "10.3.0.1"]}})
+    assert list(found) == ["10.3.0.1", "fd00::9", "10.2.0.1", "10.0.0.1", "fd00::1", "10.1.0.1"]
+    assert list(candidates_of(plan, look(addresses=there[:2]), {"b": None})) == ["172.17.0.1"]
+    assert list(candidates_of(plan, look(addresses=there[:1]), {"b": None})) == ["127.0.0.1"]
+
+
+def test_names_of_interfaces_are_read_as_nccl_reads_them() -> None:
+    cases = {"eth": "eth0", "=eth0": "eth0", "^lo,docker": "eth0", "ib0,eth": "eth0", "^=eth1": "eth0"}
+    assert all(nccl_fits(value, name) for value, name in cases.items())
+    assert not any(nccl_fits(value, "eth0") for value in ("=eth", "^eth", "^=eth0", "ib"))
+
+
+def test_interface_that_is_not_there_is_refused() -> None:
+    plan, _ = two()
+    seen = look(addresses=[own("eno1", "10.0.0.2"), own("ib0", "10.1.0.2")])
+    host = plan.hosts[1]
+    assert choose_interface(plan, host, seen, "eno1") == ("eno1", None)
+    assert choose_interface(plan, dataclasses.replace(host, iface="ib0"), seen, "eno1") == ("ib0", None)
+    typed = dataclasses.replace(plan, env={"NCCL_SOCKET_IFNAME": "ib"})
+    assert choose_interface(typed, host, seen, "eno1") == ("ib0", None)
+    typed = dataclasses.replace(plan, env={"GLOO_SOCKET_IFNAME": "eth0"})
+    row = choose_interface(typed, host, seen, "eno1")[1]
+    assert row is not None and row.config
+    assert "GLOO_SOCKET_IFNAME=eth0 fits no interface; there are eno1, ib0" in row.reason
+
+
+def test_few_hosts_call_all_and_many_their_neighbours() -> None:
+    assert pairs(["a", "b", "c"]) == {"a": ["b", "c"], "b": ["a", "c"], "c": ["a", "b"]}
+    many = pairs([str(n) for n in range(64)])
+    assert len(many["0"]) == 63
+    assert all(len(callees) <= 3 for host, callees in many.items() if host != "0")
+    assert all(any(host in callees for callees in many.values()) for host in many)
+
+
+TORCH = "import os\nprint(sorted(os.sched_getaffinity(0)), flush=True)\nos._exit(0)\n"
+
+
+def test_rank_is_on_its_processors_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(TORCH)
+    last = max(os.sched_getaffinity(0))
+    for cores, said, refused in ((last, [last], False), (4000, sorted(os.sched_getaffinity(0)), True)):
+        plan = dataclasses.replace(planned(), run_dir=str(tmp_path), cores={"localhost": ((0,), (cores,))})
+        (tmp_path / "plan.json").write_text(plan_to_json(plan))
+        path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+        subprocess.run(
+            [sys.executable, "-m", "launcher.training", "train", "--plan", str(tmp_path / "plan.json")],
+            env={**os.environ, "RANK": "1", "LOCAL_RANK": "1", "PYTHONPATH": path},
+            check=True,
+        )
+        log = next((tmp_path / "logs").iterdir())
+        *warned, printed = log.read_text().splitlines()
+        log.unlink()
+        assert printed == str(said)
+        assert any("rank 1 of localhost is not bound to its processors" in line for line in warned) == refused
