@@ -33,6 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if (name in FOREIGN or name.startswith(FOREIGN_PREFIXES)) and name not in KEPT:
             del os.environ[name]
     os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every child compiles the package anew
     signal.signal(signal.SIGINT, signal.default_int_handler)  # where pytest runs in the background it is ignored
     # Children find the package from any folder, installed or not, and then what this process finds.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))

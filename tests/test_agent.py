@@ -69,6 +69,7 @@ def test_failure_before_the_log_is_open_is_in_the_node_log(runs: Path) -> None:
 
 
 def test_dead_node_launcher_takes_its_ranks_along(runs: Path) -> None:
+    """P02: no rank outlives its node launcher."""
     watched = Watched(runs, stand_in("1:killparent"))
     watched.done()
     end = next(event for event in watched.seen if event["event"] == "launcher_exit")
@@ -87,6 +88,7 @@ def test_stop_lets_ranks_finish_their_step(runs: Path) -> None:
 
 
 def test_deaf_rank_is_killed_after_the_grace(runs: Path) -> None:
+    """P10: SIGKILL for what ignores SIGTERM."""
     watched = Watched(runs, stand_in("1:deaf"), stop_grace_s=1.0)
     watched.all_running()
     watched.link.send({"do": "stop"})
@@ -121,11 +123,13 @@ def test_killed_agent_takes_everything_along(runs: Path) -> None:
 
 
 def test_helpers_of_ranks_end_with_the_run(runs: Path) -> None:
+    """P10: a data loader's children hold GPU memory."""
     watched = Watched(runs, stand_in("1:helper", "0:raise"))
     watched.done()
 
 
 def test_bystander_with_the_same_command_line_lives(runs: Path, tmp_path: Path) -> None:
+    """P05 P12: only what this run has started is signalled."""
     bystander = Watched(tmp_path, stand_in())
     pids = bystander.all_running()
     born = {pid: process.start for pid in pids.values() if (process := read_process(pid))}
@@ -173,7 +177,7 @@ def test_agent_is_one_file_that_runs_alone(runs: Path) -> None:
     asked = program_source("agent") + json.dumps(order(runs, stand_in())).encode() + b"\n"
     argv = [sys.executable, "-I", "-c", BOOT]
     ended = subprocess.run(argv, input=asked, cwd="/", capture_output=True, check=True)
-    events = [json.loads(line) for line in ended.stdout.splitlines()]
+    events = [json.loads(line) for line in ended.stdout.splitlines() if line]
     assert [event["event"] for event in events] == ["started", "ending", "launcher_exit", "done"]
     assert events[1]["why"] == "stop"  # its input had ended: the supervisor is gone
     assert events[-1]["survivors"] == []

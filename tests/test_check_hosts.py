@@ -48,6 +48,7 @@ def rows(done: Done) -> list[list[str]]:
 
 
 def test_hosts_that_can_start(hosts: Cluster) -> None:
+    """N03: the address of Docker's network, the same on two hosts, is not where they meet."""
     with hosts.hosts[0].network("docker0", "172.17.0.1/16"), hosts.hosts[1].network("docker0", "172.17.0.1/16"):
         done = check(hosts, lines=("n1 slots=2", "n2 slots=1", "n3 slots=1"))
     assert done.returncode == 0, done.stderr
@@ -63,6 +64,7 @@ def test_hosts_that_can_start(hosts: Cluster) -> None:
 
 
 def test_every_host_that_is_not_reached_has_a_row(hosts: Cluster) -> None:
+    """T10: unknown and changed host keys, no such name, no such login."""
     known = (hosts.ssh / "known_hosts").read_text().splitlines()
     n1 = next(line for line in known if line.startswith("n1"))
     changed = "n2,10.77.0.2,fd77::2 " + n1.partition(" ")[2]
@@ -79,6 +81,7 @@ def test_every_host_that_is_not_reached_has_a_row(hosts: Cluster) -> None:
 
 
 def test_host_that_is_down_is_named_in_time(hosts: Cluster) -> None:
+    """T11."""
     hosts.hosts[1].down()
     done = check(hosts, "cluster.connect_s=1")
     assert done.returncode == 3
@@ -94,6 +97,7 @@ def private(host: Host, name: str, text: str, mode: int = 0o644) -> None:
 
 
 def test_interpreter_that_one_host_lacks(hosts: Cluster) -> None:
+    """T14: the very interpreter is tried on each host."""
     private(hosts.hosts[0], "python", f'#!/bin/sh\nexec {sys.executable} "$@"\n', 0o755)
     done = check(hosts, "cluster.python=/srv/private/python")
     assert done.returncode == 2
@@ -102,6 +106,7 @@ def test_interpreter_that_one_host_lacks(hosts: Cluster) -> None:
 
 
 def test_other_versions_other_code_and_missing_data_are_named(hosts: Cluster) -> None:
+    """T16."""
     n2 = hosts.hosts[1]
     private(n2, "site/torch-0.1.dist-info/METADATA", "")
     n2.run(["cp", "-r", str(REPO / "launcher"), "/srv/private/site/launcher"], check=True)
@@ -113,12 +118,16 @@ def test_other_versions_other_code_and_missing_data_are_named(hosts: Cluster) ->
     done = check(hosts, *data, path=path)
     assert done.returncode == 3, done.stderr
     text = done.stderr
-    assert text.startswith("3 problems"), text
+    assert text.startswith("2 problems"), text
     assert "n2  versions  torch 0.1, but" in text and "on this machine, n1" in text
     assert "n2  code      the launcher in /srv/private/site/launcher is not the one here: spec.py differs" in text
-    assert "n2  inputs    dataset.train=/srv/private/rows.jsonl: no such file or directory" in text
+    comes = "n2: dataset.train=/srv/private/rows.jsonl: no such file or directory: a run sends it"
+    assert comes in done.stdout.splitlines()
     quiet = check(hosts, "cluster.sync=none", path=path)
     assert "the launcher in" not in quiet.stderr
+    sent = check(hosts, "cluster.sync=rsync", path=path)
+    assert sent.stderr.startswith("1 problem with") and "versions" in sent.stderr
+    assert "is not the one here: spec.py differs: a run sends it" in sent.stdout
 
 
 def test_folder_of_runs_that_is_not_shared(hosts: Cluster) -> None:
@@ -128,6 +137,7 @@ def test_folder_of_runs_that_is_not_shared(hosts: Cluster) -> None:
 
 
 def test_port_that_is_taken_on_the_first_host(hosts: Cluster) -> None:
+    """N01: refused before the start."""
     n1 = hosts.hosts[0]
     code = "import socket; s = socket.create_server(('', 21212)); print(flush=True); s.accept()"
     with n1.popen([sys.executable, "-c", code], stdout=-1, text=True) as taken:
@@ -150,6 +160,7 @@ def no_answers(host: Host, to: str) -> Iterator[None]:
 
 
 def test_pair_that_cannot_talk_is_named(hosts: Cluster) -> None:
+    """N09: high ports are tried in both directions."""
     n2, n3 = hosts.hosts[1:]
     with no_answers(n3, n2.address):
         done = check(hosts, lines=("n1 slots=1", "n2 slots=1", "n3 slots=1"))
@@ -159,6 +170,7 @@ def test_pair_that_cannot_talk_is_named(hosts: Cluster) -> None:
 
 
 def test_first_host_that_one_cannot_reach_has_its_addresses_listed(hosts: Cluster) -> None:
+    """N03: candidates are listed."""
     n1, n2 = hosts.hosts[:2]
     with no_answers(n1, n2.address):
         done = check(hosts, "cluster.master_addr=n1", lines=("n1 slots=1", "n2 slots=1", "n3 slots=1"))
@@ -178,6 +190,7 @@ def test_address_that_every_host_has_is_not_the_first_hosts(hosts: Cluster) -> N
 
 
 def test_interfaces_that_are_wrong(hosts: Cluster) -> None:
+    """N05: names of interfaces are looked up on each host."""
     done = check(hosts, lines=("n1 slots=1", "n2 slots=1 iface=eth9"))
     assert done.returncode == 2
     assert (
@@ -189,6 +202,7 @@ def test_interfaces_that_are_wrong(hosts: Cluster) -> None:
 
 
 def test_one_machine_by_two_names(hosts: Cluster) -> None:
+    """H06: after names are resolved."""
     done = check(hosts, lines=("n1 slots=1", "10.77.0.1 slots=1"))
     assert done.returncode == 2
     assert "10.77.0.1  twice  it is the same machine as n1 (n1)" in done.stderr

@@ -65,6 +65,12 @@ def test_config_shows_every_group(group: str, capsys: Captured) -> None:
     assert capsys.readouterr().out.lstrip().startswith(name)
 
 
+def test_config_shows_lists_that_stand_below_their_key(capsys: Captured) -> None:
+    assert main(["config", "env"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in keys.default("env.forward"))
+
+
 def test_config_without_a_group_is_the_table_of_contents(capsys: Captured) -> None:
     assert main(["config"]) == 0
     shown = capsys.readouterr().out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -18,6 +19,9 @@ from typing import Any
 import pytest
 
 from launcher.rundir import RunDir
+from launcher.running.agent import Order
+from launcher.running.contact import Contact
+from launcher.running.transport import Channel, Door
 from launcher.spec import Host, plan_to_json
 from tests.cluster import Cluster, await_that
 from tests.planning_support import plan
@@ -83,6 +87,12 @@ class OnHosts:
         return self.process.returncode, text, json.loads(self.dir.outcome.read_text())
 
 
+def _clients(run: OnHosts, host: str) -> list[int]:
+    """The ssh processes of a supervisor to one host."""
+    pgrep = ["pgrep", "-P", str(run.process.pid), "-f", "-x", f"ssh .* -- {host} .*"]
+    return [int(pid) for pid in subprocess.run(pgrep, capture_output=True, text=True, check=True).stdout.split()]
+
+
 def _is_python(pid: int) -> bool:
     try:
         return b"python" in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -111,9 +121,9 @@ def test_two_hosts_end_as_one_run(cluster: Cluster, runs: Path) -> None:
 
 
 def test_failure_on_one_host_ends_the_other(cluster: Cluster, runs: Path) -> None:
+    """P03 P07 over ssh."""
     with on_hosts(cluster, runs, "1:raise") as run:
-        run.training()
-        code, text, outcome = run.end(20)
+        code, text, outcome = run.end()
         assert code == 4, text
         assert outcome["first_failure"]["host"] == "n2" and outcome["first_failure"]["rank"] == 1
         assert "row 7 has no positive document" in text
@@ -122,17 +132,53 @@ def test_failure_on_one_host_ends_the_other(cluster: Cluster, runs: Path) -> Non
 
 def test_lost_connection_is_opened_again(cluster: Cluster, runs: Path) -> None:
     """The ranks go on meanwhile, and the end is a good one."""
-    with on_hosts(cluster, runs, "steps=160") as run:
+    with on_hosts(cluster, runs, "steps=80") as run:
         run.training()
-        pgrep = ["pgrep", "-P", str(run.process.pid), "-f", "-x", "ssh .* -- n2 .*"]
-        clients = subprocess.run(pgrep, capture_output=True, text=True, check=True).stdout.split()
-        assert len(clients) == 1
-        os.kill(int(clients[0]), signal.SIGKILL)
+        [client] = _clients(run, "n2")
+        os.kill(client, signal.SIGKILL)
         code, text, outcome = run.end()
         assert (code, outcome["status"]) == (0, "done"), text
         assert "contact with n2 is lost (signal 9)" in text
         assert "contact with n2 is back" in text
         run.nothing_left(3)
+
+
+def test_end_that_is_lost_on_its_way_is_said_again(cluster: Cluster, runs: Path) -> None:
+    """An agent may have written all, and the connection break before it has arrived."""
+    home = cluster.private / "run"
+    with on_hosts(cluster, runs, "steps=40", run_dir=str(home)) as run:
+        run.training()
+        [client] = _clients(run, "n2")
+        os.kill(client, signal.SIGSTOP)
+        state = cluster.hosts[1].path(home / "ranks" / "1.json")
+        await_that(lambda: json.loads(state.read_text())["state"] == "done", 20, state.read_text)
+        time.sleep(2.5)  # the node launcher reaps its ranks once a second
+        os.kill(client, signal.SIGKILL)
+        code, text, outcome = run.end()
+        assert (code, outcome["status"]) == (0, "done"), text
+        run.nothing_left(3)
+
+
+def test_guard_that_is_killed_is_replaced(cluster: Cluster, runs: Path) -> None:
+    with on_hosts(cluster, runs, "steps=120", lost_contact_s=3.0) as run:
+        run.training()
+        pgrep = ["pgrep", "-P", str(run.process.pid), "-f", "guard.py"]
+        os.kill(int(subprocess.run(pgrep, capture_output=True, text=True, check=True).stdout), signal.SIGKILL)
+        code, text, outcome = run.end()
+        assert (code, outcome["status"]) == (0, "done"), text
+
+
+def test_next_start_has_a_new_connection_to_a_host_that_was_lost() -> None:
+    """The old one hangs, and would lead to the old agent once the host is back."""
+    channel = Channel(Door("n2", ("sleep", "60"), False), queue.Queue())
+    order = Order("test", "n2", "/r", "/", ["true"], {}, [0], stop_grace_s=1.0, lost_contact_s=0.1)
+    contact = Contact([order], {"n2": channel}, {}, lambda *_, **__: None)
+    time.sleep(0.2)
+    assert [event["event"] for event in contact.tick()] == ["lost"]
+    assert channel.over and contact.over
+    channel.inbox.put({"event": "lost", "host": "n2", "time": 0, "received": 0, "exit_code": 255})
+    contact.close(channel.inbox)
+    assert contact.channels["n2"].over
 
 
 def test_folder_that_hosts_do_not_see_is_mirrored(cluster: Cluster, runs: Path) -> None:
@@ -146,6 +192,7 @@ def test_folder_that_hosts_do_not_see_is_mirrored(cluster: Cluster, runs: Path) 
 
 
 def test_killed_supervisor_leaves_nothing(cluster: Cluster, runs: Path) -> None:
+    """P04 over ssh."""
     with on_hosts(cluster, runs) as run:
         run.training()
         run.process.kill()
@@ -155,7 +202,7 @@ def test_killed_supervisor_leaves_nothing(cluster: Cluster, runs: Path) -> None:
 
 def test_host_that_is_cut_off_is_lost_in_time(cluster: Cluster, runs: Path) -> None:
     """Its agent ends its ranks when nobody speaks to it; the others are ended when it has been away too long."""
-    with on_hosts(cluster, runs, lost_contact_s=8.0) as run:
+    with on_hosts(cluster, runs, lost_contact_s=4.0) as run:
         run.training()
         cluster.hosts[1].down()
         began = time.monotonic()
@@ -168,6 +215,7 @@ def test_host_that_is_cut_off_is_lost_in_time(cluster: Cluster, runs: Path) -> N
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
 def test_stop_reaches_all_hosts(cluster: Cluster, runs: Path, sign: signal.Signals) -> None:
+    """P04 P05 over ssh."""
     with on_hosts(cluster, runs) as run:
         run.training()
         run.process.send_signal(sign)

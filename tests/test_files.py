@@ -142,7 +142,7 @@ def test_failures_name_the_host_and_leave_nothing(tmp_path: Path) -> None:
     }
     failed = move([dataclasses.replace(load, label=label) for label, load in loads.items()], io.StringIO())
     assert failed["absent"].startswith("n1: ") and "absent: No such file" in failed["absent"]
-    assert failed["full"].startswith("n2: ") and "GB are needed" in failed["full"]
+    assert failed["full"].startswith("n2: ") and "MB are needed" in failed["full"]
     assert failed["taken"].startswith("n2: ") and "taken" in failed["taken"]
     assert failed["dead"] == "n2: no route to n2"
     assert listing(tmp_path) == {"file", "taken"}
@@ -311,9 +311,23 @@ def test_the_working_folder_is_sent(cluster: Cluster, private: Path, with_rsync:
     on(cluster.head, "sh", "-c", f"cd '{work}'; rm new.py; git rm -q --cached pkg/mod.py; rm -r pkg; echo 2 > train.py")
     on(n1, "sh", "-c", f"echo changed there > '{work}/new.py'")
     code, text = carrier(cluster.head, work, **job)
-    assert (code, text.count("1 files")) == (0, 2), text
+    assert (code, text.count("1 file,")) == (0, 2), text
     assert files_of(n1, work) == SENT - {"pkg/mod.py"} | {sync.MANIFEST}  # what was changed there is no longer ours
     assert files_of(n2, work) == SENT - {"pkg/mod.py", "new.py"} | {sync.MANIFEST, "own.txt"}
+
+
+def test_a_login_script_that_prints_is_in_nobodys_way(cluster: Cluster, private: Path) -> None:
+    """rsync does not bear it, and what it prints last may have no end of line."""
+    script, work = cluster.folder / "home" / ".bashrc", private / "w"
+    on(cluster.head, "sh", "-c", f"mkdir {work}; echo 1 > {work}/train.py")
+    script.write_text("echo Welcome; printf 'to this {machine'; echo by the way >&2\n")
+    try:
+        job = {"do": "sync", "hosts": ["n1", "n2"], "config": {"cluster": {"name": "c", "sync": "rsync"}}}
+        code, text = carrier(cluster.head, work, **job)
+    finally:
+        script.unlink()
+    assert (code, text.count("1 file")) == (0, 2), text
+    assert files_of(cluster.hosts[1], work) == {"train.py", sync.MANIFEST}
 
 
 def spied_rsync(folder: Path) -> str:

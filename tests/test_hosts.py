@@ -85,6 +85,23 @@ def test_bad_hostfiles_name_file_line_and_reason(name: str) -> None:
     assert problem.tries
 
 
+@pytest.mark.parametrize(
+    ("line", "typed"),
+    [
+        ("n1 slot=2 user=bob", "n1 slots=2 user=bob"),
+        ("bob@n1 slots=4 prot=22  # mine", "bob@n1 slots=4 port=22"),
+        ("n1: slots=2", "n1 slots=2"),
+        ("n1 slots=two", "n1 slots=8"),
+        ("n1 slots=1 slot=2", "n1 slots=8"),
+        ("= slots=2", "worker-1 slots=8"),
+    ],
+)
+def test_a_bad_line_is_shown_as_it_should_be(line: str, typed: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_hostfile(line, "hosts")
+    assert caught.value.problems[0].tries == (typed,)
+
+
 def test_localhost_beside_other_hosts_needs_an_address_that_they_can_reach() -> None:
     hosts = read("localhost_and_remote.txt")
     assert "127.0.0.1" in check_loopback(hosts, master_addr=None)[0].text
@@ -306,6 +323,20 @@ def test_include_agrees_with_deepspeed_where_both_accept(deepspeed_runner: Modul
     spec = "@".join(sorted(t for t in tokens if t in whole or t.partition(":")[0] not in whole))
     theirs = deepspeed_runner.parse_inclusion_exclusion({h.name: h.slots for h in POOL}, spec, "")
     assert {h.name: list(h.gpus) for h in filter_hosts(POOL, spec, None)} == dict(theirs)
+
+
+def test_deepspeed_reads_the_examples_too(deepspeed_runner: ModuleType) -> None:
+    """It takes a range for one name, and leaves out the fields behind slots; of `user@host` it keeps both."""
+    for path in sorted(hostfiles_dir().glob("example*")):
+        theirs = deepspeed_runner.fetch_hostfile(str(path))
+        ours = parse_hostfile(path.read_text(), path.name)
+        if path.name == "example_range":
+            assert dict(theirs) == {"node[01-04]": 8} and len(ours) == 4
+        else:
+            assert {name.rpartition("@")[2]: count for name, count in theirs.items()} == {
+                line.partition(" ")[0].rpartition("@")[2]: 8 for line in path.read_text().splitlines() if line[0] != "#"
+            }
+            assert [host.name for host in ours] == [name.rpartition("@")[2] for name in theirs]
 
 
 def test_nodes_and_gpus() -> None:

@@ -116,6 +116,7 @@ def job(runs: Path) -> Iterator[Job]:
 
 
 def test_two_nodes_are_one_run(job: Job) -> None:
+    """T18: no ssh is needed."""
     job.start_all("steps=20")
     codes, (leader, follower) = job.ends()
     assert codes == [0, 0], leader + follower
@@ -184,6 +185,7 @@ def test_launchers_that_do_not_fit_together_all_say_why(job: Job, second: dict[s
 
 
 def test_a_second_start_of_a_node_is_an_error_everywhere(job: Job) -> None:
+    """T20: on the nodes' own rendezvous."""
     job.nodes = 3
     job.start(0)
     first = job.start(1)
@@ -195,15 +197,19 @@ def test_a_second_start_of_a_node_is_an_error_everywhere(job: Job) -> None:
 
 
 def test_a_second_start_does_not_harm_a_run_that_has_begun(job: Job) -> None:
-    job.start_all("steps=150")
-    job.training(2)
-    for node_rank in (0, 1):
-        again = job.start(node_rank)
-        assert again.wait(30) == 2
-        assert "node rank 0 has begun" in (again.stdout.read() if again.stdout else "")
+    leader, _ = job.start_all()
+    before = job.training(2)
+    for again in [job.start(node_rank) for node_rank in (0, 1)]:
+        text, _ = again.communicate(timeout=30)
+        assert again.returncode == 2
+        assert "node rank 0 has begun" in text
         job.launchers.remove(again)
+    after = job.training(2)
+    assert all(after[rank]["step"] > before[rank]["step"] for rank in (0, 1))  # it goes on, on every node
+    leader.send_signal(signal.SIGINT)
     codes, texts = job.ends()
-    assert codes == [0, 0], texts
+    assert codes == [130, 130], texts
+    assert json.loads(job.run.outcome.read_text())["status"] == "stopped"
 
 
 def test_strangers_at_the_port_are_sent_away(job: Job) -> None:
@@ -228,8 +234,7 @@ def test_strangers_at_the_port_are_sent_away(job: Job) -> None:
 def test_a_secret_of_the_job_keeps_others_out(job: Job) -> None:
     leader = job.start(0, "steps=20", LAUNCHER_JOB_TOKEN="s3cret-of-the-job")
     await_listener(job, leader)
-    for token in ({}, {"LAUNCHER_JOB_TOKEN": "another"}):
-        other = job.start(1, "steps=20", **token)
+    for other in [job.start(1, "steps=20", **token) for token in ({}, {"LAUNCHER_JOB_TOKEN": "another"})]:
         text, _ = other.communicate(timeout=30)
         assert other.returncode == 2
         assert "LAUNCHER_JOB_TOKEN" in text
@@ -300,7 +305,7 @@ def test_a_connection_that_is_cut_comes_back_and_nothing_is_lost(job: Job) -> No
 
 
 def test_a_follower_that_is_killed_is_named_and_leaves_nothing(job: Job) -> None:
-    _, follower = job.start_all()
+    _, follower = job.start_all(words="cluster.lost_contact_s=3")
     job.training(2)
     follower.kill()
     codes, texts = job.ends()

@@ -76,12 +76,14 @@ def program(folder: Path, name: str, says: str) -> Path:
 
 
 def test_without_pdsh_the_line_that_installs_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T12."""
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MachineError, match="apt-get install pdsh"):
         pdsh.check_pdsh(planned(tmp_path / "r"))
 
 
 def test_a_pdsh_without_ssh_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T13: pdsh defaults to rsh."""
     program(tmp_path, "pdsh", "pdsh-2.31 (+debug)\nrcmd modules: rsh,exec (default: rsh)")
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     with pytest.raises(MachineError, match="rsh, exec"):
@@ -89,6 +91,7 @@ def test_a_pdsh_without_ssh_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_pdsh_is_told_to_end_all_when_it_knows_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T19: the user's own options are passed on."""
     program(tmp_path, "pdsh", "Usage: pdsh\n-k                fail fast on connect failure or non-zero return code")
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     assert pdsh.pdsh_words(["-u", "5"]) == ["-k", "-u", "5"]
@@ -97,6 +100,7 @@ def test_pdsh_is_told_to_end_all_when_it_knows_how(tmp_path: Path, monkeypatch: 
 
 
 def test_the_runner_exports_only_what_shells_leave_alone(tmp_path: Path) -> None:
+    """T03 T08 T13: secrets and what a shell would change travel otherwise; PDSH_SSH_ARGS_APPEND is extended."""
     words = (
         "env.set.WANDB_NOTES='a $(id)'",
         "env.set.MY_TOKEN=hush",
@@ -135,6 +139,7 @@ def started(cluster: Cluster, tmp_path: Path) -> Iterator[Any]:
 def test_a_rank_that_fails_ends_all_and_its_environment_was_what_was_declared(
     cluster: Cluster, tmp_path: Path, started: Any
 ) -> None:
+    """T01 T03: through DeepSpeed's runner too."""
     odd = {"WANDB_NOTES": "a\nb $(id) %h 'c\"", "MLFLOW_NOTE": "`id`", "HF_HOME": "/data/hf"}
     process = started("train.max_steps=9999", "env.set.DEED=1:kill9", **odd, HF_TOKEN="hush", OTHER="x")
     out, errors = process.communicate(timeout=90)
@@ -186,5 +191,9 @@ def test_a_host_that_pdsh_cannot_reach_is_named(cluster: Cluster, tmp_path: Path
 
 
 def await_training(run: RunDir) -> None:
-    both = [run.path / f"env.{rank}.json" for rank in (0, 1)]
-    await_that(lambda: all(path.exists() for path in both), 60, lambda: str(list(run.path.rglob("*"))))
+    """Wait until both ranks take steps; before that they are killed rather than asked to save."""
+
+    def states() -> list[str]:
+        return [str(read_json(run.rank(rank))["state"]) for rank in (0, 1) if run.rank(rank).exists()]
+
+    await_that(lambda: states() == ["running"] * 2, 60, lambda: f"{states()}: {list(run.path.rglob('*'))}")

@@ -191,7 +191,7 @@ def test_resume_goes_on_in_its_own_folder() -> None:
             "127.0.0.1",
             "cluster.master_addr",
         ),
-        ((), {"hostfile": TextFile(path="h", text="a slots=1 slot=2\n")}, "unknown field slot", "worker-1 slots=8"),
+        ((), {"hostfile": TextFile(path="h", text="a slots=1 slot=2\n")}, "unknown field slot", "a slots=8"),
         (("cluster.gpu=h1000", "nodes=2"), {}, "cluster.gpu=h1000 is not known", "cluster.gpu="),
         (
             ("precision=bf16", "cluster.gpu=t4"),

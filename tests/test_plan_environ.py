@@ -123,6 +123,7 @@ def test_who_wins() -> None:
 
 
 def test_patterns_are_exact_and_absent_names_are_told() -> None:
+    """T01."""
     made = plan("env.forward=[MY_*,Other,NOT_HERE,NO*PE,RANK]", environ={"MY_A": "1", "my_a": "2", "Other": "", **LEFT})
     assert {name: made.env[name] for name, source in made.env_sources.items() if source == "forwarded"} == {
         "MY_A": "1",

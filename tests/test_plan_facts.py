@@ -192,6 +192,7 @@ def test_gpus_of_nvidia_smi(three_gpus: Path) -> None:
     ],
 )
 def test_visible_devices(three_gpus: Path, monkeypatch: pytest.MonkeyPatch, visible: str, indices: list[int]) -> None:
+    """F02 F09: numbers and UUIDs of CUDA_VISIBLE_DEVICES are this machine's GPUs."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     facts = gather_facts(compose())
     assert ([gpu.index for gpu in facts.gpus], facts.visible_devices) == (indices, visible)
@@ -211,6 +212,7 @@ def test_visible_devices(three_gpus: Path, monkeypatch: pytest.MonkeyPatch, visi
 def test_visible_devices_that_cannot_be_used(
     three_gpus: Path, monkeypatch: pytest.MonkeyPatch, visible: str, why: str
 ) -> None:
+    """F09: parts of a GPU are named."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     (problem,) = gather_facts(compose()).problems
     assert problem.text == f"CUDA_VISIBLE_DEVICES={visible}: {why}"

@@ -149,6 +149,12 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str, str]] = [
     (("cluster.transport=local", "cluster.hostfile=/h"), TWO, "runs on this machine, desk, and h names a, b", "auto"),
     (("cluster.transport=ssh",), {}, "needs hosts, and none is named", "cluster.hostfile=FILE"),
     (("cluster.transport=manual",), {}, "needs hosts, or how many", "nodes=2"),
+    (
+        ("cluster.transport=manual", "nodes=2", "cluster.sync=rsync"),
+        {},
+        "cluster.sync=rsync sends the working folder by ssh, which no node is reached by with cluster.transport=manual",
+        "cluster.sync=check",
+    ),
     (("cluster.transport=slurm",), {}, "must know how many a host", "gpus=8"),
     ((), {"environ": SLURM}, "does not say how many GPUs each host has", "gpus=8"),
     ((), {"environ": SLURM | {"SLURM_JOB_NODELIST": "gpu[2-1]"}}, "range 2-1 must rise", "cluster.hostfile=FILE"),
@@ -254,6 +260,7 @@ def test_memory_of_a_node_does_not_change_the_plan_of_several() -> None:
 
 
 def test_a_hostfile_of_this_machine_counts_the_visible_gpus() -> None:
+    """F01 F02 F08."""
     visible = {"gpus": gpus(8)[2:4], "visible_devices": "2,3"}
     made = plan(**file("desk slots=2\n"), **visible)
     assert [host.gpus for host in made.hosts] == [(2, 3)]
@@ -267,6 +274,7 @@ def test_a_hostfile_of_this_machine_counts_the_visible_gpus() -> None:
 
 
 def test_other_hosts_are_not_limited_and_that_is_said() -> None:
+    """F01."""
     visible = {"gpus": gpus(8)[2:4], "visible_devices": "2,3"}
     made = plan(**TWO, **visible)
     assert [host.gpus for host in made.hosts] == [(0, 1), (0, 1)]

@@ -63,6 +63,7 @@ def test_free_port_is_chosen_and_stands_in_the_commands(plan: RunPlan) -> None:
 
 
 def test_taken_port_is_refused(plan: RunPlan) -> None:
+    """N01."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cluster.master_port={port} is taken") as caught:
@@ -196,6 +197,7 @@ def test_secrets_are_in_no_file(plan: RunPlan) -> None:
 def test_bad_data_ends_before_any_rank(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """N08: every row is read before a process group exists, so none waits for it."""
     monkeypatch.chdir(runs)
     row = {"query": "a", "positives": ["b"], "negatives": ["c"]}
     Path("rows.jsonl").write_text(f"{json.dumps(row)}\n{{\n")

@@ -11,6 +11,7 @@ import queue
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ import pytest
 from launcher.running import probe
 from launcher.running.addresses import candidates_of, choose_interface, nccl_fits, pairs
 from launcher.running.binding import bind
+from launcher.running.crew import Stopped
 from launcher.running.findings import Finding, problems
 from launcher.running.machines import Reference, judge
 from launcher.running.oddities import oddities
 from launcher.running.panel import Panel, Silence
-from launcher.running.transport import BOOT, Channel, Door
+from launcher.running.transport import BOOT, LOST, Channel, Door
 from launcher.running.unreachable import unreachable
 from launcher.spec import Host, RunPlan, plan_to_json
 from tests.planning_support import plan as planned
@@ -99,6 +101,16 @@ def test_probe_says_what_it_sees(tmp_path: Path) -> None:
     assert abs(look["ahead_s"]) < 2
 
 
+def test_a_working_folder_that_comes_after_the_first_look_is_seen(tmp_path: Path) -> None:
+    folder = tmp_path / "sent"
+    asked = {**ASKED, "cwd": str(folder)}
+    before = probe.look(asked)
+    (folder / "launcher").mkdir(parents=True)
+    (folder / "launcher" / "__init__.py").touch()
+    assert not before["cwd"] and before["launcher"]["where"] != str(folder / "launcher")
+    assert probe.look(asked)["launcher"]["where"] == str(folder / "launcher")
+
+
 def test_every_source_counts_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "__pycache__").mkdir()
     (tmp_path / "__pycache__" / "a.py").touch()
@@ -121,6 +133,8 @@ def test_long_files_are_known_by_size_and_both_ends(tmp_path: Path, monkeypatch:
 
 
 def test_addresses_and_routes_without_the_program_ip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """N04."""
+
     def no_ip(*argv: str) -> str:
         raise FileNotFoundError
 
@@ -153,6 +167,30 @@ def test_hosts_know_who_answers() -> None:
     assert (foreign["what"], taken["what"]) == ("address", "port")
     with socket.create_server(("", a)):  # nothing listens there any more
         pass
+
+
+def test_the_end_of_a_connection_that_was_replaced_says_nothing() -> None:
+    """Before a restart, a lost host may be heard of late, and only the first host is asked."""
+    with probing("a") as panel:
+        for host in ("a", "gone"):
+            panel._inbox.put({"event": LOST, "host": host, "reason": "Timeout", "exit_code": 255})
+        assert set(panel.start(ASKED, 20.0)) == {"a"}
+        panel.end()
+    assert panel.silent == {}
+
+
+def test_nobody_waits_for_a_dead_host_after_a_stop() -> None:
+    channel, began = Channel(Door("dumb", ("sleep", "60"), False), queue.Queue()), time.monotonic()
+    with pytest.raises(Stopped):
+        Panel({"dumb": channel}, lambda: True).start(ASKED, 20.0)
+    assert time.monotonic() - began < 5
+    channel.kill()
+    channel.close()
+
+
+def test_what_runs_python_passes_through_every_login_shell() -> None:
+    """The rules of csh in quotes: no ends of lines, no `!`."""
+    assert not set("\n!'") & set(BOOT)
 
 
 def test_a_host_that_says_nothing_is_an_answer() -> None:
@@ -209,6 +247,19 @@ def test_last_words_become_a_cause_and_a_fix(said: str) -> None:
     assert row.what == what
     assert reason in row.reason
     assert any(fix in line for line in row.tries)
+
+
+def test_a_host_that_only_its_line_gives_an_address_is_called_by_that() -> None:
+    host = Host(name="no-such-name", gpus=(0,), user="me", address="10.77.0.2")
+    row = unreachable(planned(), host, Silence(said="Host key verification failed.", exit_code=255))
+    assert row.tries == ("ssh -oHostKeyAlias=no-such-name me@10.77.0.2   (once, and compare the key)",)
+
+
+def test_a_wrapper_that_is_not_there_is_no_fault_of_python() -> None:
+    cluster = dataclasses.replace(planned().config.cluster, wrap=("dokcer", "exec"))
+    wrapped = dataclasses.replace(planned(), config=dataclasses.replace(planned().config, cluster=cluster))
+    row = unreachable(wrapped, wrapped.hosts[0], Silence(said="dokcer: command not found", exit_code=127))
+    assert (row.what, row.tries) == ("wrap", ("cluster.wrap=[PROGRAM,ARGUMENT]",))
 
 
 def test_unknown_last_words_are_passed_on() -> None:
@@ -296,6 +347,7 @@ JUDGED = [
     ({"visible": "MIG-1234"}, "GPUs", "CUDA_VISIBLE_DEVICES=MIG-1234"),
     ({"shm": {"free": 2**20}}, "/dev/shm", "1 MiB are free in /dev/shm, and 8 GPUs need about 256 MiB"),
     ({"programs": {"nsys": None}}, "profiler", "needs nsys"),
+    ({"twins": [7]}, "started twice", "this very command runs there too (pid 7)"),
     (
         {"folder": {"where": "/w", "writable": False, "free": 10**15, "shared": False}},
         "run folder",
@@ -360,7 +412,7 @@ def test_what_a_person_should_know() -> None:
     assert "b: 300 MiB are free in /dev/shm" in text
     assert "GPUs differ: A100 on a; H200 on b; the smallest decides" in text
     assert "GPU drivers differ: 560 on a; 570 on b" in text
-    assert "are not on b: its ranks download them" in text
+    assert "are not on b: they are fetched" in text
 
 
 def test_ranks_run_beside_their_gpus() -> None:
@@ -406,9 +458,13 @@ def test_likely_addresses_come_first() -> None:
     assert list(found) == ["10.3.0.1", "fd00::9", "10.2.0.1", "10.0.0.1", "fd00::1", "10.1.0.1"]
     assert list(candidates_of(plan, look(addresses=there[:2]), {"b": None})) == ["172.17.0.1"]
     assert list(candidates_of(plan, look(addresses=there[:1]), {"b": None})) == ["127.0.0.1"]
+    named = dataclasses.replace(plan, hosts=(dataclasses.replace(plan.hosts[0], address="10.9.0.1"), plan.hosts[1]))
+    for way, source in (("ssh", "addr= of the hostfile"), ("env", "MASTER_ADDR")):
+        assert candidates_of(dataclasses.replace(named, transport=way), seen, {})["10.9.0.1"] == source
 
 
 def test_names_of_interfaces_are_read_as_nccl_reads_them() -> None:
+    """N05."""
     cases = {"eth": "eth0", "=eth0": "eth0", "^lo,docker": "eth0", "ib0,eth": "eth0", "^=eth1": "eth0"}
     assert all(nccl_fits(value, name) for value, name in cases.items())
     assert not any(nccl_fits(value, "eth0") for value in ("=eth", "^eth", "^=eth0", "ib"))

@@ -31,6 +31,7 @@ USUAL = {
     "checkpoint.every_steps": "4",
     "checkpoint.keep_last": "9",
 }
+UNSCORED = ("eval.at_start=false", "eval.every_steps=null")  # only at the end: an evaluation takes longer than 12 steps
 DOWN_S = 20.0  # the promise is 10 s; a loaded machine may take longer
 
 
@@ -142,8 +143,9 @@ def test_an_existing_run_folder_is_refused_and_kept(finished: Path, launch: Laun
 
 
 def test_stopped_and_resumed_equals_the_unbroken_run(finished: Path, tmp_path: Path) -> None:
+    """Nor do evaluations on the way, which only the unbroken run has, change what is learned."""
     folder = tmp_path / "run"
-    launcher = start(folder, "checkpoint.every_steps=100")
+    launcher = start(folder, "checkpoint.every_steps=100", *UNSCORED)
     wait_for(lambda: len(steps(folder)) >= 2 or launcher.poll() is not None, 120, "step 2")
     launcher.terminate()
     assert launcher.wait(timeout=60) == 143, output(folder)
@@ -154,9 +156,13 @@ def test_stopped_and_resumed_equals_the_unbroken_run(finished: Path, tmp_path: P
     assert complete_checkpoints(RunDir(folder))[-1].name == f"step-{done:06d}"
 
     shutil.copytree(folder, tmp_path / "copy")  # the same stop, resumed on one rank
-    assert start(folder, f"resume={folder}").wait(timeout=300) == 0, output(folder)
     one_rank = tmp_path / "one"
-    assert start(one_rank, f"resume={tmp_path / 'copy'}", "gpus=1").wait(timeout=300) == 0, output(one_rank)
+    same, other = (
+        start(folder, f"resume={folder}", *UNSCORED),
+        start(one_rank, f"resume={tmp_path / 'copy'}", "gpus=1", *UNSCORED),
+    )
+    assert same.wait(timeout=300) == 0, output(folder)
+    assert other.wait(timeout=300) == 0, output(one_rank)
 
     wanted = steps(finished)
     for step, line in steps(folder).items():
@@ -170,8 +176,9 @@ def test_stopped_and_resumed_equals_the_unbroken_run(finished: Path, tmp_path: P
 
 @pytest.mark.parametrize("victim", ["rank", "node launcher", "launching process"])
 def test_a_killed_process_takes_the_run_down_and_leaves_nothing(victim: str, tmp_path: Path) -> None:
+    """P02 P03: through the whole command line and real DeepSpeed."""
     folder = tmp_path / "run"
-    launcher = start(folder, "train.max_steps=500", "cluster.stop_grace_s=10")
+    launcher = start(folder, "train.max_steps=500", "cluster.stop_grace_s=10", *UNSCORED)
     wait_for(lambda: len(steps(folder)) >= 1 or launcher.poll() is not None, 120, "step 1")
     rank = rank_pid(folder, 1)
     node = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
@@ -195,14 +202,16 @@ def test_a_killed_process_takes_the_run_down_and_leaves_nothing(victim: str, tmp
 def test_the_demo_learns_and_its_control_does_not(tmp_path: Path) -> None:
     """`python -m launcher` as it is; then with labels shuffled inside each training group."""
     demo, control = tmp_path / "demo", tmp_path / "control"
+    # By step 60 the demo has 0.69. Both begin with the same weights, which are scored once.
+    shuffled = ["dataset.shuffle_labels=true", "train.max_steps=60", "eval.at_start=false", "checkpoint.export=false"]
     final = []
-    for folder, overrides in ((demo, []), (control, ["dataset.shuffle_labels=true", "train.max_steps=120"])):
+    for folder, overrides in ((demo, []), (control, shuffled)):
         command = [sys.executable, "-m", "launcher", f"run.dir={folder}", *overrides]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         lines = [json.loads(line) for line in RunDir(folder).metrics.read_text().splitlines()]
         values = [line["eval/ndcg@10"] for line in lines if line["kind"] == "eval"]
-        assert values[0] < 0.6  # chance is 0.49
-        final.append(values[-1])
-    assert final[0] >= 0.97
-    assert final[1] <= 0.6
+        final.append(values)
+    assert final[0][0] < 0.6  # chance is 0.49
+    assert final[0][-1] >= 0.97
+    assert final[1] == [pytest.approx(0.49, abs=0.11)]

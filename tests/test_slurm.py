@@ -14,9 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from launcher.errors import MachineError
 from launcher.planning.batch_script import batch_script, slurm_problems
-from launcher.rundir import RunDir, complete_checkpoints, read_json
+from launcher.rundir import RunDir, complete_checkpoints, read_json, write_json
+from launcher.running import watch
 from launcher.running.slurm import srun_argv
+from launcher.running.state import find_state
 from launcher.spec import Host, RunConfig
 from tests.cluster import await_that
 from tests.planning_support import plan as plan_of
@@ -59,8 +62,12 @@ def await_end(slurm: Slurm, run: RunDir, within_s: float = 90) -> dict[str, str]
 
 
 def await_training(run: RunDir) -> None:
-    both = [run.path / f"env.{rank}.json" for rank in (0, 1)]
-    await_that(lambda: all(path.exists() for path in both), 60, lambda: output(run))
+    """Wait until both ranks take steps; before that they are killed rather than asked to save."""
+
+    def states() -> list[str]:
+        return [str(read_json(run.rank(rank))["state"]) for rank in (0, 1) if run.rank(rank).exists()]
+
+    await_that(lambda: states() == ["running"] * 2, 60, lambda: f"{states()}\n{output(run)}")
 
 
 def steps(run: RunDir) -> list[int]:
@@ -175,6 +182,11 @@ def test_a_run_in_the_queue_stops_for_the_time_limit_waits_again_and_goes_on_to_
     assert "TimeLimit=00:09:00" in shown
     await_that(lambda: steps(run) != [], 60, lambda: output(run))
     queue.run(["scancel", "--signal=USR2", "--batch", job], check=True)  # as Slurm does when the time limit is near
+    await_that(lambda: "waits in the queue again" in output(run), 60, lambda: output(run))
+    assert "the job's time limit is near: finishing the step and saving" in output(run)
+    assert "SIGTERM" not in output(run)
+    waiting = verb(queue, tmp_path, "status", str(run.path))
+    assert "state   waits in Slurm's queue again: Slurm job" in waiting and "resume" not in waiting
     ended = await_end(queue, run)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), output(run)
     told = re.search(r"waits in the queue again, to go on from step-0*(\d+)", output(run))
@@ -196,6 +208,52 @@ def test_a_run_that_fails_is_not_started_again(queue: Slurm, tmp_path: Path) -> 
     ended = await_end(queue, run)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "4:0", "0"), output(run)
     assert "rank 1 on n2 failed: ValueError: row 7" in output(run)
+
+
+def verb(slurm: Slurm, folder: Path, *words: str) -> str:
+    """What a verb says of the runs in a folder."""
+    done = slurm.run([sys.executable, "-m", "launcher", *words], cwd=folder, env={"PYTHONPATH": f"{REPO}"})
+    return f"{done.returncode} {done.stdout}{done.stderr}"
+
+
+def test_a_run_that_waits_is_seen_and_taken_out_of_the_queue(queue: Slurm, tmp_path: Path) -> None:
+    assert launch(queue, tmp_path, *WORDS, "run.name=r", "cluster.slurm_args=[--hold]").returncode == 0
+    job = job_of(RunDir(tmp_path / "runs" / "r"))
+    assert re.search("^r +queued", verb(queue, tmp_path, "status"), re.MULTILINE)
+    text = f"waits in Slurm's queue: Slurm job {job}: PENDING (JobHeldUser)"
+    assert f"state   {text}\n" in verb(queue, tmp_path, "status", "latest")
+    assert text in verb(queue, tmp_path, "logs", "r")
+    assert "was handed to Slurm and has not begun" in verb(queue, tmp_path, "report", "r")
+    assert verb(queue, tmp_path, "stop", "r") == f"0 Slurm job {job} is cancelled: it waited in the queue\n"
+    assert f"state   never started: its Slurm job {job} is gone" in verb(queue, tmp_path, "status", "r")
+    assert verb(queue, tmp_path, "stop", "r").startswith("0 nothing to stop: never started")
+
+
+def test_without_squeue_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(tmp_path / "r")
+    write_json(run.slurm / "job.json", {"job_id": "7"})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    state = find_state(run)
+    assert (state.name, state.text) == (
+        "queued",
+        "handed to Slurm as job 7; more cannot be told from here: this machine has no squeue",
+    )
+    with pytest.raises(MachineError, match="Slurm job 7 cannot be stopped from here: this machine has no squeue"):
+        watch.main("stop", [str(run.path)])
+    (run.slurm / "output.txt").write_text("no such partition\n")
+    assert watch.main("logs", [str(run.path)]) == 0
+
+
+def test_stop_reaches_a_job_from_another_machine(queue: Slurm, tmp_path: Path) -> None:
+    assert launch(queue, tmp_path, *WORDS, "run.name=r", "train.max_steps=9999").returncode == 0
+    run = RunDir(tmp_path / "runs" / "r")
+    await_training(run)
+    job = job_of(run)
+    assert f"state   Slurm job {job}: RUNNING, supervised by process" in verb(queue, tmp_path, "status", "r")
+    said = verb(queue, tmp_path, "stop", "r")
+    assert said.startswith(f"0 asked Slurm job {job} to stop: it finishes the step and saves"), said
+    assert "stopped (exit code 143)" in said and "resume  " in said
+    assert len(steps(run)) == 1, output(run)
 
 
 def test_scancel_stops_and_saves(queue: Slurm, tmp_path: Path) -> None:

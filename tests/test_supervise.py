@@ -45,6 +45,7 @@ def test_rank_that_raises_is_named_with_its_traceback(runs: Path) -> None:
 
 
 def test_killed_rank_is_told_with_the_likely_cause(runs: Path) -> None:
+    """P03: signal 9 is named, with its likely cause; the launcher's own code is 4."""
     with running(runs, deepspeed()) as run:
         pids = run.training()
         os.kill(pids[1], signal.SIGKILL)
@@ -58,6 +59,7 @@ def test_killed_rank_is_told_with_the_likely_cause(runs: Path) -> None:
 
 
 def test_killed_node_launcher_is_told(runs: Path) -> None:
+    """P02: DeepSpeed itself leaves with 0 when its node launcher is killed."""
     with running(runs, deepspeed("0:killparent")) as run:
         code, text, outcome = run.end()
     assert code == 4
@@ -117,6 +119,7 @@ def test_node_launcher_that_cannot_start_is_the_machine(runs: Path) -> None:
     ids=str,
 )
 def test_signal_stops_and_saves(runs: Path, number: signal.Signals, code: int) -> None:
+    """P04: a signal to the command ends the ranks too."""
     with running(runs, stand_in()) as run:
         run.training()
         run.process.send_signal(number)
@@ -137,6 +140,7 @@ def test_stop_while_loading_saves_nothing_and_does_not_wait(runs: Path) -> None:
 
 
 def test_second_signal_ends_at_once(runs: Path) -> None:
+    """P10: a rank that ignores SIGTERM included."""
     with running(runs, stand_in("1:deaf"), stop_grace_s=600.0) as run:
         run.training()
         run.process.send_signal(signal.SIGINT)
@@ -147,6 +151,7 @@ def test_second_signal_ends_at_once(runs: Path) -> None:
 
 
 def test_killed_supervisor_leaves_nobody(runs: Path) -> None:
+    """P04 P10: not even a child of a rank in a session of its own."""
     with running(runs, stand_in("1:helper")) as run:
         run.training()
         run.process.kill()

@@ -129,6 +129,25 @@ def test_an_agent_that_was_killed_is_told(tmp_path: Path) -> None:
     assert (verdict.exit_code, verdict.failures[0].signal) == (4, 9)
 
 
+def test_an_agent_that_is_not_there_any_more_is_no_lost_connection(story: Story) -> None:
+    gone = {"agent_gone": True, "exit_code": None, "reason": "its agent is gone: Connection refused", "seconds": 1.0}
+    story.tally.add({"event": "lost", "host": "n2", "time": 60.0, "received": 60.0, **gone})
+    verdict, text = story.end()
+    assert text.startswith("the agent on n2 is gone, and its ranks with it")
+    assert verdict.exit_code == 75 and "lost_contact_s" not in text
+
+
+def test_hosts_that_stop_because_nobody_spoke_to_them_are_no_stop_that_was_asked_for(story: Story) -> None:
+    for host, ranks in (("n1", (0, 1)), ("n2", (2, 3))):
+        story.event(host, "ending", 200.0, why="stop", unheard_s=120.0)
+        for rank in ranks:
+            story.rank(rank, 201.0, state="stopped")
+            story.dies(rank, 202.0, exit_code=0)
+    verdict, text = story.end()
+    assert verdict.exit_code == 75
+    assert text.startswith("n1 had no word from the launcher for 120 s, and stopped its ranks")
+
+
 def test_a_node_launcher_that_died_takes_its_own_ranks_only(story: Story) -> None:
     story.dies(2, 80.0, number=signal.SIGKILL)
     story.event("n2", "ending", 80.0, why="failure")

@@ -178,6 +178,7 @@ def files_of(run: RunDir, texts: dict[str, str]) -> None:
 
 
 def test_logs_of_hosts_are_folded(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """P07: whole lines with host and rank before them."""
     ranks = {f"n{1 + rank // 2}.{rank}": "attention: sdpa\nerror: disk\n" for rank in range(4)}
     ranks["n2.3"] = "attention: sdpa\n\x1b[31mError: my own\x1b[0m\nerror: disk\nhalf an err"
     files_of(RunDir(folder), {**ranks, "n1.node": "starting\n", "n1.agent": "an error: lost\n", "n10.4": "error: x\n"})

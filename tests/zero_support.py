@@ -29,7 +29,8 @@ def start(world: int, out: Path, *, cases: str = "cpu", device: str = "cpu") -> 
     shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
     shared |= {"OMP_NUM_THREADS": "1"} | ({"DS_ACCELERATOR": "cpu"} if device == "cpu" else {})
     command = [sys.executable, "-m", "tests.processes.zero_cases", str(out), cases, device]
-    logs = [open(out / f"rank{rank}.log", "w") for rank in range(world)]  # noqa: SIM115
+    paths = [out / f"rank{rank}of{world}.log" for rank in range(world)]
+    logs = [open(path, "w") for path in paths]  # noqa: SIM115
     ranks = [
         subprocess.Popen(
             command,
@@ -40,7 +41,7 @@ def start(world: int, out: Path, *, cases: str = "cpu", device: str = "cpu") -> 
         for r, log in enumerate(logs)
     ]
     codes = _wait_for_all(ranks)
-    assert codes == [0] * world, "\n".join((out / f"rank{r}.log").read_text()[-3000:] for r in range(world))
+    assert codes == [0] * world, "\n".join(path.read_text()[-3000:] for path in paths)
 
 
 def _wait_for_all(ranks: list[subprocess.Popen[bytes]], timeout_s: float = 600) -> list[int]:

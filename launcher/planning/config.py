@@ -96,13 +96,21 @@ def _compose(line: CommandLine) -> tuple[Any, dict[str, str | None]]:
                     line.refuse(misfit, key)
                 continue
             merge = isinstance(value, dict) and keys.is_mapping(key)
+            literal = key == "env.set" or key.startswith("env.set.")
             try:
-                OmegaConf.update(config, key, value, merge=merge, force_add=True)
+                OmegaConf.update(config, key, _unexpanded(value) if literal else value, merge=merge, force_add=True)
             except OmegaConfBaseException as error:
                 incomplete = isinstance(error, GrammarParseError)
                 why = "${ must begin a ${KEY} or ${oc.env:VARIABLE}" if incomplete else sentence(error)
                 line.refuse(Problem(f"{line.words[key][-1]}: {why}", tries=(answers.example(key),)), key)
     return config, choices
+
+
+def _unexpanded(value: Any) -> Any:
+    """The value with each ${ written as OmegaConf reads it literally."""
+    if isinstance(value, dict):
+        return {name: _unexpanded(item) for name, item in value.items()}
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def _sets_arch(key: str, value: Any) -> bool:

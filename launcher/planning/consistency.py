@@ -19,6 +19,7 @@ def contradictions(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     yield from _tune(config)
     yield from _loss(config)
     yield from _data(config)
+    yield from _code(config)
     yield from _run_folder(config, facts)
 
 
@@ -132,6 +133,17 @@ def _data(config: RunConfig) -> Iterator[Problem]:
     if low is not None and high is not None and low > high:
         text = f"model.min_pixels={low} is above model.max_pixels={high}"
         yield Problem(text, "", (f"model.min_pixels={high}",))
+
+
+def _code(config: RunConfig) -> Iterator[Problem]:
+    how = config.cluster.transport
+    if config.cluster.sync == "rsync" and how in ("env", "manual"):
+        text = "sends the working folder by ssh, which no node"
+        tries = (
+            "cluster.sync=check   (with the same code on every node)",
+            "cluster.transport=ssh cluster.hostfile=FILE",
+        )
+        yield Problem(f"cluster.sync=rsync {text} is reached by with cluster.transport={how}", "", tries)
 
 
 def _run_folder(config: RunConfig, facts: Facts) -> Iterator[Problem]:

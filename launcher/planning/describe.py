@@ -172,7 +172,8 @@ def _files(plan: RunPlan) -> list[str]:
 
 
 def _commands(plan: RunPlan) -> list[str]:
-    lines = ["Commands, one on each host"]
+    by_pdsh = plan.transport == "pdsh"
+    lines = ["Commands, one on each host" + (", all by one `deepspeed --launcher=pdsh` here" if by_pdsh else "")]
     for host in plan.hosts[:SHOWN_COMMANDS]:
         lines += [f"  {host.name}:", *_command(plan.commands[host.name])]
     if len(plan.hosts) > SHOWN_COMMANDS:

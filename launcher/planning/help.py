@@ -22,7 +22,7 @@ Fine-tune a Qwen-VL model with DeepSpeed, from one command.
   python -m launcher fetch ...         put weights and data onto the hosts' disks; a run does so itself
   python -m launcher config [GROUP]    groups, options and keys, with defaults and what they mean
   python -m launcher status [RUN]      how a run is doing; without RUN, all runs here; RUN may be `latest`
-  python -m launcher logs RUN          what its ranks printed; -f follows, --errors, --rank N
+  python -m launcher logs RUN          what its ranks printed; -f follows, --errors, --host H, --rank N
   python -m launcher stop RUN          finish the step, save, end
   python -m launcher resume RUN ...    go on from its last checkpoint
   python -m launcher report [RUN ...]  report.html: plots and tables of a run; of several compare.html; --open
@@ -44,10 +44,10 @@ Often typed
   train.epochs=3  train.max_steps=500  train.seed=1
   batch.global_size=32               queries an optimizer step, over all GPUs; the rest is derived
   run.dir=FOLDER  run.name=NAME      where the run lives; an existing folder is never overwritten
-  resume=RUN                         a run folder or one of its checkpoints
+  resume=RUN  restart.max=2          goes on from a run folder or a checkpoint; after failures, so many times
   env.set.NCCL_DEBUG=INFO            a variable of every rank
   'logging.trackers=[wandb]'         metrics to wandb, mlflow or swanlab too; profile=torch looks at a few steps
-  --config-dir FOLDER                options of your own, laid out like conf/
+  --detach  --config-dir FOLDER      goes on without this terminal; options of your own, laid out like conf/
 
 Values: null is nothing, [a,b] a list; text with a comma is typed 'key="a, b"'. In zsh, quote words with [ ].
 Exit codes: 0 done, 1 internal error, 2 change the configuration or data, 3 fix a machine, 4 training failed,
@@ -117,7 +117,8 @@ def _keys_of(file: Path, prefix: str) -> Iterator[str]:
     above: list[str] = []
     path: list[tuple[int, str]] = []  # (indent, key) of the mappings we are in
     started = in_defaults = False
-    for line in file.read_text(encoding="utf-8").splitlines():
+    text = file.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(text):
         if line.startswith("#"):
             above.append(line.lstrip("# ")) if started else None
             continue
@@ -138,7 +139,16 @@ def _keys_of(file: Path, prefix: str) -> Iterator[str]:
         if not in_defaults and found["value"] is not None:
             yield f"  {full + ' = ' + found['value'].strip():<38}  {comment}".rstrip()
         elif not in_defaults and comment:
-            yield f"  {full:<38}  {comment}".rstrip()
+            listed = "".join(f"\n    {row}" for row in _list_below(text[number + 1 :]))
+            yield f"  {full:<38}  {comment}".rstrip() + listed
+
+
+def _list_below(lines: Sequence[str]) -> list[str]:
+    """The lines of a list that begins below its key, without quotes; none where no list does."""
+    if not lines or not lines[0].lstrip().startswith("["):
+        return []
+    end = next(number for number, line in enumerate(lines) if line.rstrip().endswith("]"))
+    return [line.strip().replace('"', "") for line in lines[: end + 1]]
 
 
 def _wrapped(head: str, text: str, width: int = 118) -> list[str]:

@@ -41,7 +41,7 @@ def parse_hostfile(text: str, where: str) -> tuple[Host, ...]:
         try:
             found.extend((number, host) for host in _parse_line(line))
         except _Bad as bad:
-            problems.append(_problem(where, number, line, str(bad), *(bad.tries or (FORM,))))
+            problems.append(_problem(where, number, line, str(bad), *(bad.tries or (_corrected(line),))))
     for number, why in _duplicates(found):
         problems.append(_problem(where, number, lines[number - 1], why, f"remove line {number}"))
     if not found and not problems:
@@ -73,6 +73,22 @@ def is_loopback(name: str) -> bool:
 
 def _problem(where: str, number: int, line: str, why: str, *tries: str) -> Problem:
     return Problem(f"{why}\n{_shown(line)}", f"{where}:{number}", tries)
+
+
+def _corrected(line: str) -> str:
+    """The line with each misspelt field as it is spelled, else a whole one with its host, as far as it has one."""
+    target, *words = line.partition("#")[0].split() or [""]
+    target = target.rstrip(":,")
+    if not all(_NAME.fullmatch(part) for part in target.split("@")):
+        return FORM
+    near = [difflib.get_close_matches(word.partition("=")[0], FIELDS, n=1) for word in words]
+    mended = [f"{key[0]}={word.partition('=')[2]}" for key, word in zip(near, words, strict=False) if key]
+    text = " ".join([target, *mended])
+    try:
+        _parse_line(text)
+    except _Bad:
+        return f"{target} slots=8"
+    return text
 
 
 def _shown(line: str) -> str:

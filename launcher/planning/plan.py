@@ -272,5 +272,5 @@ def _weights_warning(config: RunConfig, facts: Facts, shape: Shape) -> list[str]
         return []
     size = 2 * sum(parameter_counts(shape)[part] for part in PARTS) / GB
     return [
-        f"the weights of {model.repo} ({size:.1f} GB) are not on this machine: the ranks download them when they start"
+        f"the weights of {model.repo} ({size:.1f} GB) are not on this machine: they are fetched before the ranks start"
     ]

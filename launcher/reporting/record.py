@@ -13,10 +13,8 @@ from typing import Any
 from launcher.errors import ConfigError, Problem
 from launcher.rundir import RunDir
 from launcher.running.journal import JsonTail, Line, inside, rank_statuses, read_quietly
-from launcher.running.state import find_state, read_object, run_name
+from launcher.running.state import GOES_ON, find_state, read_object, run_name
 from launcher.spec import RunPlan, from_data
-
-GOES_ON = ("running", "ending", "unknown")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -73,7 +73,7 @@ def candidates_of(plan: RunPlan, look: Any, resolved: Mapping[str, Any]) -> dict
         return {given: "cluster.master_addr"}
     found: list[tuple[str, str]] = []
     if first.address is not None:
-        found.append((first.address, "addr= of the hostfile"))
+        found.append((first.address, "MASTER_ADDR" if plan.transport == "env" else "addr= of the hostfile"))
     for host, names in resolved.items():
         known = (names or {}).get(first.name)
         found += [(address, f"{first.name} as {host} knows it") for address in _v4_first(known)]

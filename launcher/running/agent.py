@@ -6,6 +6,7 @@ lines: first the order (the fields of `Order`), later {"do": ...} with
     stop     finish the step, save, end            fail     end soon: a rank has failed elsewhere
     kill     end at once                           gone     the supervisor has died: stop
     alive    it lives                              stacks   report what every rank is doing
+    heard    `done` has arrived
     attach   over a new connection: say all again; `have` holds how much of each file has arrived
 
 On this machine the end of input means that the supervisor is gone. On another it means that a connection was lost:
@@ -20,8 +21,9 @@ the ranks go on, and an agent that nobody has attached to for `lost_contact_s` s
     file           what was appended to a file of a run folder that the supervisor does not see, in base64
     stacks         state (a letter of /proc) and text of the stacks of a rank
     rank           the state file of a rank changed: its content under "status"
-    rank_exit      a rank ended: exit_code or signal (both null: unknown), by_us, oom_kills, shm_free (bytes)
-    ending         why all ranks are being ended: stop, kill or failure
+    rank_exit      a rank ended: exit_code or signal (both null: unknown), by_us, oom_kills (null: not told),
+                   shm_free (bytes)
+    ending         why all ranks are being ended: stop, kill or failure; unheard_s when nobody asked for it for so long
     launcher_exit  the node launcher ended: exit_code or signal, by_us
     monitor        what `launcher.running.monitor` saw of this machine, under "sample"
     monitor_lost   there will be no more samples: why
@@ -166,12 +168,12 @@ def kill_run(run_id: str, session: int | None = None, patience_s: float = UNKILL
     return []
 
 
-def oom_kills() -> int:
-    """How many processes the kernel has killed for memory in the cgroup of this process; 0 when not told."""
+def oom_kills() -> int | None:
+    """How many processes the kernel has killed for memory in the cgroup of this process; None when not told."""
     try:
         entries = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     except OSError:
-        return 0
+        return None
     for _, controllers, path in entries:
         for file in (  # version 2, then version 1
             Path(f"/sys/fs/cgroup{path}/memory.events") if not controllers else None,
@@ -183,7 +185,7 @@ def oom_kills() -> int:
                 counts = {}
             if "oom_kill" in counts:
                 return int(counts["oom_kill"])
-    return 0
+    return None
 
 
 def shm_free() -> int | None:
@@ -273,6 +275,7 @@ class Agent:
         self.over = False
         self.ranks = {number: Rank(number) for number in order.ranks}
         self.ending: str | None = None  # stop | failure | kill
+        self.unheard_s: float | None = None  # how long nobody had spoken to it when it ended its ranks for that
         self.kill_at: float | None = None
         self.killed_at: float | None = None
         self.first_done: float | None = None
@@ -287,6 +290,7 @@ class Agent:
         self.beat = time.monotonic()  # when a rank last wrote its state
         self.last: dict[str, Any] | None = None  # fields of `done`
         self.alone = False  # nobody will come back to hear how it ended
+        self.heard = order.lost_contact_s is None  # what is sent may be lost on its way, but for this machine
         # "python" is the interpreter that runs this, which cluster.activate has put on the PATH
         self.argv = [sys.executable if order.argv[0] == "python" else order.argv[0], *order.argv[1:]]
         self.launcher = self._start()
@@ -336,7 +340,7 @@ class Agent:
             if rank.ending is not None:
                 self.emit("rank_exit", **rank.ending)
         if self.ending is not None:
-            self.emit("ending", why=self.ending)
+            self.emit("ending", why=self.ending, unheard_s=self.unheard_s)
         if self.launcher_ending is not None:
             self.emit("launcher_exit", **self.launcher_ending)
         if self.last is not None:
@@ -363,6 +367,14 @@ class Agent:
     def _log(self, rank: int) -> Path:
         return Path(self.order.run_dir, "logs", f"{self.order.host}.{rank}.log")
 
+    def note(self, text: str) -> None:
+        """Leave a line in the node launcher's log; a full disk must not end the agent, and the ranks with it."""
+        try:
+            with open(self.node_log, "a", encoding="utf-8") as log:
+                print(f"launcher: {text}", file=log)
+        except OSError:
+            pass
+
     def end(self, why: str) -> None:
         """Begin to end all ranks: `stop` lets them save, `failure` is brief, `kill` is at once."""
         for rank in self.ranks.values():
@@ -370,7 +382,7 @@ class Agent:
         order = ("stop", "failure", "kill")
         if self.ending is not None and order.index(why) <= order.index(self.ending):
             return
-        self.emit("ending", why=why)
+        self.emit("ending", why=why, unheard_s=self.unheard_s)
         self.ending = why
         grace_s = {"stop": self.order.stop_grace_s, "failure": FAILURE_GRACE_S, "kill": 0.0}[why]
         # One that has failed is on its way out, with an exit code that a signal would replace.
@@ -452,7 +464,9 @@ class Agent:
         rank.exit_code, rank.signal = ending["exit_code"], ending["signal"]
         by_us = (rank.signal == signal.SIGTERM and self.ending is not None) or self.killed_at is not None
         more = {"rank": rank.number, "pid": rank.process.pid, "by_us": by_us}
-        rank.ending = {**more, **ending, "oom_kills": oom_kills() - self.oom_kills, "shm_free": shm_free()}
+        before, now_killed = self.oom_kills, oom_kills()
+        counted = None if before is None or now_killed is None else now_killed - before
+        rank.ending = {**more, **ending, "oom_kills": counted, "shm_free": shm_free()}
         self.emit("rank_exit", **rank.ending)
         if not by_us and not (rank.finished and code in (0, None)):
             self.end("failure")
@@ -812,10 +826,13 @@ def serve(order: Order, wire: Wire, asked: list[str]) -> None:
         agent.poll()
         wire.flush()
     patience_s, ended = order.lost_contact_s or PARTING_S, time.monotonic()
-    while (wire.unsent or wire.broken) and not agent.alone and time.monotonic() - ended < patience_s:
+    # A long log takes its time, while the other side gives signs of life.
+    while not agent.alone and time.monotonic() - max(ended, wire.heard) < patience_s:
+        if agent.heard and not (wire.unsent or wire.broken):
+            break
         _hear(agent, wire, asked)
         wire.flush()
-    if agent.alone or wire.unsent or wire.broken:
+    if agent.alone or not agent.heard or wire.unsent or wire.broken:
         wire.close()
         sys.exit()  # the connection may hang on for hours: no program will come through it
     for number, handler in handlers.items():
@@ -828,9 +845,13 @@ def _hear(agent: Agent, wire: Wire, asked: list[str]) -> None:
     for message in wire.messages(POLL_S):
         if message["do"] == "attach":
             if agent.mirror is not None:
-                agent.mirror.sent.update(message["have"])
+                agent.mirror.sent = dict(message["have"])  # of what is not named, nothing has arrived
+                if agent.over:
+                    agent.mirror.finish()
             wire.emit("attached")
             agent.say_all()
+        elif message["do"] == "heard":
+            agent.heard = True
         elif message["do"] == "stacks":
             agent.ask_stacks()
         elif message["do"] == "alive":
@@ -842,9 +863,9 @@ def _hear(agent: Agent, wire: Wire, asked: list[str]) -> None:
     silent = wire.closed if limit_s is None else now - wire.heard > limit_s
     agent.alone = agent.alone or silent
     if silent and agent.ending is None and not agent.over:
-        with open(agent.node_log, "a", encoding="utf-8") as log:
-            why = "the launching process is gone" if limit_s is None else f"no word from it for {limit_s:.0f} s"
-            print(f"launcher: {why}: the ranks are stopped", file=log)
+        agent.unheard_s = limit_s
+        why = "the launching process is gone" if limit_s is None else f"no word from it for {limit_s:.0f} s"
+        agent.note(f"{why}: the ranks are stopped")
         # Ranks that make no progress either are cut off from the others: they can neither finish the step nor save.
         stuck = limit_s is not None and now - agent.beat > limit_s / 2
         asked.append("fail" if stuck else "stop")

@@ -143,8 +143,8 @@ class _Asked:
 
     def pass_on(self) -> None:
         if self._stop.count >= 1 and self._passed == 0:
-            name = self._stop.first.name if self._stop.first else ""
-            self._say(f"{name}: finishing the step and saving, at most {self._grace_s:.0f} s; once more ends at once")
+            once_more = f"finishing the step and saving, at most {self._grace_s:.0f} s; once more ends at once"
+            self._say(f"{self._stop.why}: {once_more}")
             self._contact.tell("stop")
             self._passed = 1
         if self._stop.count >= 2 and self._passed == 1:

@@ -272,7 +272,7 @@ def unpack(order: Order) -> Order:
     free = shutil.disk_usage(existing(root)).free
     if free < order.get("bytes", 0) + RESERVE_BYTES:
         raise Refused(
-            f"{free / 1e9:,.1f} GB are free in {existing(root)}, and {order['bytes'] / 1e9:,.1f} GB are needed"
+            f"{free / 1e6:,.1f} MB are free in {existing(root)}, and {order['bytes'] / 1e6:,.1f} MB are needed"
         )
     if order.get("whole"):
         root = _aside(final)

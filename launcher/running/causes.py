@@ -82,6 +82,7 @@ _ALL = (
     Cause(name="terminated", advice="who sends SIGTERM there: a scheduler's time limit, systemd, or a person"),
     Cause(name="signal"),
     Cause(name="agent", advice="dmesg -T | grep -i oom   (on {host})"),
+    Cause(name="agent_gone", advice="ssh {host} 'uptime; dmesg -T | grep -i oom'", code=ExitCode.RETRY),
     Cause(
         name="lost_host",
         advice="ssh {host} uptime; cluster.lost_contact_s=SECONDS gives a host longer",

@@ -30,6 +30,7 @@ class _Line:
     shared: bool = True
     socket: str = ""  # where its agent takes a new connection
     heard: float = field(default_factory=time.time)  # when its last event came; agents answer the guard's pings
+    lost: bool = False  # for good
     lost_at: float | None = None
     reason: str = ""  # why contact was lost
     tries: int = 0
@@ -46,13 +47,17 @@ class Contact:
         have: Mapping[str, dict[str, int]],  # host -> bytes of each file that have arrived, see `mirror`
         note: Callable[..., None],  # takes the name and fields of an event of the run
     ) -> None:
-        self.lost: list[str] = []  # hosts that did not come back
+        self._cleaning: dict[str, tuple[Channel, float]] = {}  # lost hosts that are tried once more, and until when
+        self._survivors: list[int] = []
         self._have, self._note = have, note
         self._lines = {order.host: _Line(order, channels[order.host]) for order in orders}
         self._asked: str | None = None
         self._kill_sent: float | None = None
         self._ticked = time.time()
-        self._guard = Guard() if any(not line.channel.local for line in self._lines.values()) else None
+        # Hosts without a number are on this machine.
+        self._patience_s = min((order.lost_contact_s for order in orders if order.lost_contact_s), default=0.0)
+        away = any(not line.channel.local for line in self._lines.values())
+        self._guard = Guard(self._patience_s) if away else None
         for line in self._lines.values():
             line.channel.start("agent")
             line.channel.send(asdict(line.order))
@@ -86,10 +91,13 @@ class Contact:
         """Note what an event says about contact; the event when it also says something about the run."""
         line, kind = self._lines[event["host"]], event["event"]
         line.heard = line.heard if kind == LOST else event["received"]
-        if kind == LOST:
-            return self._lose(line, event)
+        if kind == "cleaned" or (kind == LOST and line.lost):
+            self._take_cleaned(event)
+            return None
+        if kind == LOST:  # unless of a connection that another has replaced
+            return self._lose(line, event) if line.channel.over else None
         if kind == "no_agent":
-            return self._give_up(line, f"its agent is gone: {event['why']}")
+            return self._give_up(line, f"its agent is gone: {event['why']}", agent_gone=True)
         if kind == "alive":
             return None
         if kind == "attached":
@@ -101,7 +109,9 @@ class Contact:
             return None
         if kind == "started":
             line.socket, line.shared = event["socket"], event["shared"]
-        line.over = line.over or kind == "done"
+        if kind == "done":
+            line.over = True
+            line.channel.send({"do": "heard"})
         return event
 
     def tick(self) -> list[Event]:
@@ -110,6 +120,11 @@ class Contact:
             for line in self._lines.values():
                 if not line.over:
                     line.channel.kill()
+        if self._guard is not None and self._guard.over:
+            self._guard.close()
+            self._guard = Guard(self._patience_s)
+            for line in self._lines.values():
+                line.guarded = False
         given_up: list[Event] = []
         now = time.time()
         asleep, self._ticked = now - self._ticked > ASLEEP_S, now
@@ -141,23 +156,16 @@ class Contact:
         """Leave the guard, and kill what is left on hosts that were lost; processes that do not die."""
         if self._guard is not None:
             self._guard.close()
-        lines = [self._lines[host] for host in self.lost]
-        survivors = [pid for line in lines if line.channel.local for pid in kill_run(line.order.run_id)]
-        opened = [(line, again) for line in lines if (again := line.channel.reopen()) is not None]
-        for line, channel in opened:
-            channel.start("agent")
-            channel.send({"do": "clean", "run_id": line.order.run_id})
-        waiting, deadline = {line.order.host for line, _ in opened}, time.monotonic() + CLEAN_S
-        while waiting and time.monotonic() < deadline:
+        for line in self._lines.values():
+            if line.over and line.lost and line.channel.local:
+                self._survivors += kill_run(line.order.run_id)
+        while self._cleaning and time.monotonic() < max(deadline for _, deadline in self._cleaning.values()):
             try:
-                event = inbox.get(timeout=0.2)
+                self.take(inbox.get(timeout=0.2))
             except queue.Empty:
                 continue
-            if event["event"] in ("cleaned", LOST):
-                waiting.discard(event["host"])
-                survivors += event.get("survivors", [])
-        close_all([channel for _, channel in opened])
-        return survivors
+        close_all([channel for channel, _ in self._cleaning.values()])
+        return self._survivors
 
     def _lose(self, line: _Line, event: Event) -> Event | None:
         if line.over:
@@ -186,10 +194,23 @@ class Contact:
         again.send({"do": "attach", "socket": line.socket, "have": self._have.get(line.order.host, {})})
         return []
 
-    def _give_up(self, line: _Line, reason: str, code: int | None = None) -> Event:
-        line.over = True
-        self.lost.append(line.order.host)
+    def _take_cleaned(self, event: Event) -> None:
+        """A lost host has been looked at once more, or cannot be."""
+        channel, _ = self._cleaning.pop(event["host"], (None, 0.0))
+        if channel is not None:
+            self._survivors += event.get("survivors", [])
+            channel.close()
+
+    def _give_up(self, line: _Line, reason: str, code: int | None = None, **more: Any) -> Event:
+        line.over = line.lost = True
+        again = None if line.channel.local else line.channel.reopen()
+        if again is not None:  # what the run has there is killed, should the host answer again
+            line.channel.kill()  # it leads to the old agent, and another start must not take it
+            line.channel.close()
+            again.start("agent")
+            again.send({"do": "clean", "run_id": line.order.run_id})
+            self._cleaning[line.order.host] = again, time.monotonic() + CLEAN_S
         now = time.time()
         seconds = now - (line.heard if line.lost_at is None else line.lost_at)
-        fields: dict[str, Any] = {"exit_code": code, "reason": reason, "seconds": seconds}
+        fields: dict[str, Any] = {"exit_code": code, "reason": reason, "seconds": seconds, **more}
         return {"event": LOST, "host": line.order.host, "time": now, "received": now, **fields}

@@ -51,8 +51,8 @@ def start_detached(words: Sequence[str], command: Sequence[str]) -> int:
         process.returncode = 0  # it is not ours to wait for
     run = short_path(folder)
     print(f"detached: process {process.pid} goes on without this terminal; what it says is in {run}/{LOG}")
-    for verb in ("logs -f", "status", "stop"):
-        print(f"  {verb:<7} python -m launcher {verb} {run}")
+    for what, verb in (("follow", "logs -f"), ("status", "status"), ("stop", "stop")):
+        print(f"  {what:<7} python -m launcher {verb} {run}")
     return int(ExitCode.OK)
 
 

@@ -293,8 +293,10 @@ def ram_bytes() -> int | None:
 
 
 def _hub_cache() -> Path:
-    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
-    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
+    """As huggingface_hub finds it."""
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    return Path(os.path.expandvars(os.path.expanduser(named or os.path.join(home, "hub"))))
 
 
 def _is_used(folder: Path) -> bool:

@@ -85,13 +85,14 @@ class Failure:
 def find_failures(tally: Tally) -> list[Failure]:
     """Echoes of another failure come last, whatever their time: clocks of hosts agree only so far."""
     if tally.all_in("done", "stopped") and (not tally.lost or tally.all_in("done")):
-        return []  # what dies after that has nothing left to do, see `Tally.late_deaths`
+        # What dies after that has nothing left to do, see `Tally.late_deaths`.
+        return [] if tally.all_in("done") else list(_unheard(tally))
     ranks = [failure for rank in range(tally.ranks) if (failure := _rank_failure(tally, rank)) is not None]
     launchers = [f for event in tally.launchers.values() if (f := _launcher_failure(tally, event, ranks)) is not None]
     killed = {failure.host for failure in launchers if failure.signal is not None}
     # The others on its host died with their node launcher.
     ranks = [failure for failure in ranks if failure.error or failure.host not in killed]
-    found = [*ranks, *launchers, *_lost_hosts(tally), *_hangs(tally)]
+    found = [*ranks, *launchers, *_lost_hosts(tally), *_unheard(tally), *_hangs(tally)]
     return sorted(found, key=lambda failure: (failure.cause.echo, failure.time))
 
 
@@ -154,6 +155,8 @@ def _note(status: dict[str, Any], end: dict[str, Any]) -> str:
         return f"at step {status.get('step', 0)}, before the run was finished"
     if end.get("signal") == signal.SIGKILL and end.get("oom_kills"):
         return f"the kernel counted {end['oom_kills']} out-of-memory kills in this control group meanwhile"
+    if end.get("signal") == signal.SIGKILL and end.get("oom_kills") == 0:
+        return "or by somebody: the kernel counted no out-of-memory kill in this control group"
     if end.get("signal") == signal.SIGBUS and end.get("shm_free") is not None:
         return f"{end['shm_free'] / GIB:.2f} GiB were free in /dev/shm after it"
     return ""
@@ -185,17 +188,34 @@ def _launcher_failure(tally: Tally, event: dict[str, Any], ranks: list[Failure])
     )
 
 
+def _unheard(tally: Tally) -> Iterator[Failure]:
+    """Hosts that this process did not speak to for too long: it was suspended with all it had started."""
+    for host, event in tally.unheard.items():
+        cause = CAUSES["lost_host"]
+        yield Failure(
+            host=host,
+            rank=None,
+            time=event["time"] + tally.skew.get(host, 0.0),
+            log=str(tally.run.node_log(host)),
+            cause=cause,
+            text=f"{host} had no word from the launcher for {event['unheard_s']:.0f} s, and stopped its ranks",
+            advice=cause.advice.format(host=host),
+        )
+
+
 def _lost_hosts(tally: Tally) -> Iterator[Failure]:
     for event in tally.lost:
         host, code, seconds = event["host"], event["exit_code"], event.get("seconds", 0.0)
         local = code is not None and code != SSH_FAILED
         reason = event.get("reason") or ("no reason is known" if code is None else f"exit code {code}")
-        if local:
+        if event.get("agent_gone"):
+            text = f"the agent on {host} is gone, and its ranks with it: it was killed, or the host was started anew"
+        elif local:
             how = f"died of {causes.signal_text(-code)}" if code < 0 else f"left with exit code {code}"
             text = f"the agent on {host} {how}: its ranks died with it"
         else:
             text = f"contact with {host} was lost{f' for {seconds:.0f} s' if seconds else ''} ({reason})"
-        cause = CAUSES["agent" if local else "lost_host"]
+        cause = CAUSES["agent_gone" if event.get("agent_gone") else "agent" if local else "lost_host"]
         yield Failure(
             host=host,
             rank=None,

@@ -19,7 +19,7 @@ from launcher.running.crew import HERE, Crew, GiveUp, door_here, never, with_doo
 from launcher.running.download import is_wanted
 from launcher.running.haul import Files, Load, move
 from launcher.running.hub import fetch_weights
-from launcher.running.meter import size_text
+from launcher.running.meter import files_text, size_text
 from launcher.running.nodechannel import NodeChannel
 from launcher.running.transport import Channel, Event, close_all, open_channels
 from launcher.spec import RunPlan, plan_to_json
@@ -125,7 +125,7 @@ def _send(crew: Crew, folder: str, wanted: Files, lacking: dict[str, list[str]],
     for name, paths in lacking.items():  # one after another: they may share a home, and so these notes
         crew.ask({name: {"do": "record", "root": "/", "manifest": MANIFEST, "paths": paths}})
     for load in loads:
-        print(f"sent {load.label}: {len(load.paths):,} files, {size_text(load.size)}", file=out, flush=True)
+        print(f"sent {load.label}: {files_text(len(load.paths))}, {size_text(load.size)}", file=out, flush=True)
 
 
 def wait_for_turn(crew: Crew, names: Sequence[str], out: IO[str]) -> None:
@@ -202,9 +202,8 @@ def _lacking(crew: Crew, wanted: Files, names: Sequence[str]) -> dict[str, list[
         others = [p for p, entry in found[name].items() if entry != wanted[p] and p not in notes[name]["paths"]]
         if others:
             shown = ", ".join(f"/{path}" for path in others[:NAMED]) + (" ..." if len(others) > NAMED else "")
-            text = (
-                f"{name} has other content than {HERE} in {shown}; it was not put there by a fetch and stays as it is"
-            )
+            text = f"{name} has other content than {HERE} in {shown}; "
+            text += "it is not, or no longer, what a fetch has put there, and stays as it is"
             problems.append(Problem(text, tries=("make the files equal", "remove them there")))
     if problems:
         raise MachineError(*problems, title="with files that differ")

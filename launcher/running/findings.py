@@ -19,15 +19,12 @@ class Finding:
     reason: str
     tries: tuple[str, ...] = ()
     config: bool = False  # whether the user edits the configuration, rather than mends a machine
+    comes: bool = False  # whether a run brings it before it checks: it keeps none from starting that has yet to
 
 
 def problems(findings: Sequence[Finding]) -> list[Problem]:
     """One problem a row, hosts with the same trouble together, columns aligned."""
-    rows: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
-    for finding in findings:
-        hosts = rows.setdefault((finding.what, finding.reason, finding.tries), [])
-        if finding.host not in hosts:
-            hosts.append(finding.host)
+    rows = _rows(findings)
     names = [several(hosts) for hosts in rows.values()]
     host_width = max(map(len, names), default=0)
     what_width = max((len(what) for what, _, _ in rows), default=0)
@@ -35,6 +32,21 @@ def problems(findings: Sequence[Finding]) -> list[Problem]:
         Problem(f"{name:{host_width}}  {what:{what_width}}  {reason}", tries=tries)
         for name, (what, reason, tries) in zip(names, rows, strict=True)
     ]
+
+
+def sentences(findings: Sequence[Finding]) -> list[str]:
+    """The same rows, as words to be told."""
+    return [f"{several(hosts)}: {reason}" for (_, reason, _), hosts in _rows(findings).items()]
+
+
+def _rows(findings: Sequence[Finding]) -> dict[tuple[str, str, tuple[str, ...]], list[str]]:
+    """(what, reason, tries) -> its hosts."""
+    rows: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
+    for finding in findings:
+        hosts = rows.setdefault((finding.what, finding.reason, finding.tries), [])
+        if finding.host not in hosts:
+            hosts.append(finding.host)
+    return rows
 
 
 def several(hosts: Sequence[str]) -> str:

@@ -14,23 +14,28 @@ import subprocess
 import sys
 from pathlib import Path
 
-PING_S = 5.0
+PING_S = 5.0  # at most, and several within cluster.lost_contact_s
 
 
 class Guard:
     """The supervisor's side."""
 
-    def __init__(self) -> None:
+    def __init__(self, lost_contact_s: float) -> None:
         self._line, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # -S: it needs no packages, and is there in 10 ms
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(__file__))],
+            [sys.executable, "-I", "-S", str(Path(__file__)), str(min(PING_S, lost_contact_s / 4))],
             stdin=other.fileno(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
         other.close()
+
+    @property
+    def over(self) -> bool:
+        """Whether it was killed: hosts that hear nothing stop by themselves after cluster.lost_contact_s."""
+        return self._process.poll() is not None
 
     def watch(self, host: str, descriptor: int) -> None:
         """Keep the connection alive whose input this is; messages to it must be shorter than a pipe's atom."""
@@ -50,16 +55,16 @@ class Guard:
         try:
             socket.send_fds(self._line, [text.encode()], descriptors)
             self._line.recv(1)
-        except OSError:  # killed: the hosts then stop by themselves after cluster.lost_contact_s of silence
+        except OSError:  # killed
             pass
 
 
 def main() -> None:
     """Ping the hosts until the supervisor is gone, then say so."""
-    line = socket.socket(fileno=0)
+    line, ping_s = socket.socket(fileno=0), float(sys.argv[1])
     hosts: dict[bytes, int] = {}
     while True:
-        if not select.select([line], [], [], PING_S)[0]:
+        if not select.select([line], [], [], ping_s)[0]:
             for descriptor in hosts.values():
                 _write(descriptor, b'{"do": "alive"}\n')
             continue

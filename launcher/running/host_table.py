@@ -28,7 +28,7 @@ def check_hosts(plan: RunPlan) -> int:
     inbox: queue.Queue[Event] = queue.Queue()
     channels = open_channels(plan, inbox)
     try:
-        checked = check(plan, channels)
+        checked = check(plan, channels, supplied=False)
     finally:
         close_all(list(channels.values()))
     out = cast(IO[str], SafeStream(sys.stdout))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from launcher.errors import ConfigError, ExitCode, Problem
 from launcher.rundir import RunDir
+from launcher.running import queued
 from launcher.running.folding import fold, prefixes
 from launcher.running.journal import short_path
 from launcher.running.state import LATEST, current_job, find_folder, find_state, is_sweep
@@ -35,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def logs(options: argparse.Namespace) -> int:
     """Print the end of logs, and what is written to them when asked to follow."""
-    run = _of_one_run(find_folder(options.run or LATEST, options.root))
+    run = _of_one_run(find_folder(options.run or LATEST, options.root, new=True))
 
     def files() -> list[Path]:
         return _log_files(run, options.host, options.rank, everything=options.errors)
@@ -63,6 +64,8 @@ def _nothing(run: RunDir, options: argparse.Namespace) -> ConfigError:
     of += [f"of host {options.host}"] if options.host is not None else []
     names = ", ".join(path.name for path in _sorted(run.logs.glob("*.log"))) or "none"
     text = f"no log {' '.join(of) or 'yet'} in {run.logs}; there: {names}"
+    if queued.is_new(run):
+        text = f"no output yet in {run.slurm}: {find_state(run).text}"
     return ConfigError(Problem(text), title="with this run")
 
 
@@ -77,11 +80,16 @@ def _of_one_run(run: RunDir) -> RunDir:
 
 
 def _log_files(run: RunDir, host: str | None, rank: int | None, *, everything: bool) -> list[Path]:
+    if queued.is_new(run) and host is None and rank is None:
+        return [path for path in [run.slurm / "output.txt"] if path.is_file()]
     if host is not None or everything:
         some = run.logs.glob("*.log" if rank is None else f"*.{rank}.log")
         return _sorted(path for path in some if host is None or _host_of(path) == host)
     found = _sorted(run.logs.glob(f"*.{rank or 0}.log"))
-    return _sorted(run.logs.glob("*.node.log")) if not found and rank is None else found
+    if found or rank is not None:
+        return found
+    of_job = run.slurm / "output.txt"
+    return _sorted(run.logs.glob("*.node.log")) or [path for path in [of_job] if path.is_file()]
 
 
 def _host_of(path: Path) -> str:

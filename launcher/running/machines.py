@@ -65,7 +65,7 @@ def judge(plan: RunPlan, looks: Looks, reference: Reference) -> list[Finding]:
         elif _minor(look) < OLDEST:
             found.append(_old_python(plan, host, look))
         else:
-            found += [*_software(plan, host, look, reference), *_inputs(host, look, reference)]
+            found += [*_software(plan, host, look, reference), *_inputs(host, look, reference), *_started(host, look)]
             found += [*_folder(plan, host, look), *_gpus(plan, host, look, reference), *_shm(plan, host, look)]
     return [*found, *_versions(plan, looks, reference), *_twice(plan, looks)]
 
@@ -82,10 +82,11 @@ def _old_python(plan: RunPlan, host: Host, look: Any) -> Finding:
 
 def _software(plan: RunPlan, host: Host, look: Any, reference: Reference) -> Iterator[Finding]:
     python, missing, sources = look["executable"], look["missing"], look["launcher"]
+    sent = plan.config.cluster.sync == "rsync"
     if not look["cwd"]:
         reason = f"the working folder {reference.cwd} is not there"
         tries = ("cluster.sync=rsync   (sends it)", "start from a folder that every host has")
-        yield Finding(host=host.name, what="folder", reason=reason, tries=tries)
+        yield Finding(host=host.name, what="folder", reason=reason, tries=tries, comes=sent)
     lacking = [name for name in missing if name != "launcher"] if isinstance(missing, list) else []
     if lacking:
         reason = f"{python} lacks {', '.join(lacking)}"
@@ -94,15 +95,24 @@ def _software(plan: RunPlan, host: Host, look: Any, reference: Reference) -> Ite
     if sources.get("where") is None:
         reason = f"{python} finds no package launcher in the working folder, nor installed"
         tries = ("cluster.sync=rsync   (sends this one)", f"{python} -m pip install .   (there)")
-        yield Finding(host=host.name, what="code", reason=reason, tries=tries)
+        yield Finding(host=host.name, what="code", reason=reason, tries=tries, comes=sent)
     elif reference.digest is not None and host.name not in reference.here and sources["digest"] != reference.digest:
         reason = f"the launcher in {sources['where']} is not the one here: {_difference(sources, reference)}"
         tries = ("cluster.sync=rsync   (sends this one)", "cluster.sync=none   (takes it as it is)")
-        yield Finding(host=host.name, what="code", reason=reason, tries=tries)
+        yield Finding(host=host.name, what="code", reason=reason, tries=tries, comes=sent)
     for name, where in look["programs"].items():
         if where is None:
             reason = f"profile={plan.config.profile.name} needs {name}, and the PATH has none"
             yield Finding(host=host.name, what="profiler", reason=reason, tries=NSYS)
+
+
+def _started(host: Host, look: Any) -> Iterator[Finding]:
+    """The command that one machine starts for all, started on each."""
+    twins = look.get("twins")
+    if isinstance(twins, list) and twins:
+        reason = f"this very command runs there too (pid {twins[0]}), and one start is for all hosts"
+        tries = ("start it on one machine", "cluster.transport=env   (for what is started on every node)")
+        yield Finding(host=host.name, what="started twice", reason=reason, tries=tries, config=True)
 
 
 def _difference(sources: Any, reference: Reference) -> str:
@@ -121,7 +131,7 @@ def _inputs(host: Host, look: Any, reference: Reference) -> Iterator[Finding]:
         key = reference.keys[path]
         if probe.failed(theirs):
             reason = f"{key}={path}: {theirs['failed'].lower()}"
-            yield Finding(host=host.name, what="inputs", reason=reason, tries=(fetch, f"{key}=PATH"))
+            yield Finding(host=host.name, what="inputs", reason=reason, tries=(fetch, f"{key}=PATH"), comes=True)
         elif not _same(ours, theirs):
             reason = f"{key}={path} is not what it is here: {_unlike(ours, theirs)}"
             yield Finding(host=host.name, what="inputs", reason=reason, tries=(fetch,))
@@ -172,8 +182,9 @@ def _gpus(plan: RunPlan, host: Host, look: Any, reference: Reference) -> Iterato
     gpus = look["gpus"]
     slots = ",".join(map(str, host.gpus))
     if isinstance(gpus, dict):
-        reason = f"no GPU answers ({gpus['failed']}), and it has slots {slots}"
-        tries = ("nvidia-smi   (there)", "docker run --gpus all ...   (for a container)")
+        reason = f"no GPU answers ({gpus['failed']}), and it is to run on GPU {slots}"
+        cpu = "env.set.DS_ACCELERATOR=cpu   (to train without GPUs)"
+        tries = ("nvidia-smi   (there)", "docker run --gpus all ...   (for a container)", cpu)
         yield Finding(host=host.name, what="GPUs", reason=reason, tries=tries)
         return
     missing = [slot for slot in host.gpus if slot not in {gpu["index"] for gpu in gpus}]

@@ -74,6 +74,11 @@ def _line(label: str, done: int, total: int | None, elapsed: float) -> str:
     return f"{label}: {size_text(min(done, total) if total else done)}{of}, {done / elapsed / 1e6:,.1f} MB/s"
 
 
+def files_text(count: int) -> str:
+    """A number of files."""
+    return f"{count:,} file{'' if count == 1 else 's'}"
+
+
 def size_text(size: float) -> str:
     """Bytes as a person reads them.
 

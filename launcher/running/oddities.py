@@ -83,4 +83,4 @@ def _weights(plan: RunPlan, looks: Looks, reference: Reference) -> Iterator[str]
     without = [h.name for h in plan.hosts if looks[h.name]["hub"] is False and h.name not in reference.here]
     if without:
         repo = plan.config.model.repo
-        yield f"the weights of {repo} are not on {several(without)}: its ranks download them when they start"
+        yield f"the weights of {repo} are not on {several(without)}: they are fetched before the ranks start"

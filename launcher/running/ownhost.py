@@ -21,7 +21,7 @@ from launcher.spec import RunPlan, plan_to_json
 # What a leader may have done here: it looks, and it guides the agent. Nothing that writes a file of its choice.
 TOLD = {
     "probe": ("look", "resolve", "route", "listen", "dial", "end"),
-    "agent": ("stop", "fail", "kill", "alive", "gone", "stacks", "clean"),
+    "agent": ("stop", "fail", "kill", "heard", "alive", "gone", "stacks", "clean"),
     "carry": ("tree", "look", "mark", "unmark", "which", "end"),
 }
 _MARK = re.compile(r"\.launcher-mark-[0-9a-f]+(-[0-9]+)?")
@@ -99,7 +99,7 @@ class OwnHost:
                 self.close()
             self._emit({key: value for key, value in event.items() if key != "received"})
         if self.busy and not self._guarded and self._channel is not None and self._channel.idle:
-            self._guard = self._guard or Guard()
+            self._guard = self._guard or Guard(self.plan.config.cluster.lost_contact_s)
             self._guard.watch(self.name, self._channel.stdin)
             self._guarded = True
 

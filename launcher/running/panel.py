@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.running.crew import TICK_S, GiveUp, Stopped, never
 from launcher.running.nodechannel import NodeChannel
 from launcher.running.transport import LOST, Channel, Event
 
@@ -27,8 +28,8 @@ class Silence:
 class Panel:
     """The probes of a plan's hosts. A host that falls silent is in `silent` and is not asked again."""
 
-    def __init__(self, channels: Mapping[str, Channel | NodeChannel]) -> None:
-        self._channels = channels
+    def __init__(self, channels: Mapping[str, Channel | NodeChannel], give_up: GiveUp = never) -> None:
+        self._channels, self._give_up = channels, give_up
         self._inbox = next(iter(channels.values())).inbox
         self._numbers = itertools.count(1)
         self.silent: dict[str, Silence] = {}
@@ -79,6 +80,8 @@ class Panel:
                     del due[host]
                 continue
             host = event["host"]
+            if event["event"] == LOST and not (host in self._channels and self._channels[host].over):
+                continue  # of a connection that another has replaced, or of a host that is not asked
             if event["event"] == "hello":
                 self.reached_after_s[host] = now - self._began
                 due[host] = now + wait_s
@@ -92,10 +95,15 @@ class Panel:
         return values
 
     def _next(self, deadline: float) -> Event | None:
-        try:
-            return self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            return None
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            try:
+                return self._inbox.get(timeout=min(left, TICK_S))
+            except queue.Empty:
+                if self._give_up():
+                    raise Stopped from None
+                if left <= TICK_S:
+                    return None
 
 
 def _stamped(event: Event) -> Any:

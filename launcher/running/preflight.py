@@ -19,7 +19,8 @@ from launcher.rundir import COMPLETE, RunDir
 from launcher.running import probe
 from launcher.running.addresses import Met, interface_variables, meet, meet_alone
 from launcher.running.binding import THREADS, bind
-from launcher.running.findings import Finding, error_of
+from launcher.running.crew import GiveUp, never
+from launcher.running.findings import Finding, error_of, sentences
 from launcher.running.folder import names_itself
 from launcher.running.machines import GB, Reference, by_schedulers, compared, judge, modules
 from launcher.running.nodechannel import NodeChannel
@@ -58,16 +59,20 @@ def startable(plan: RunPlan) -> None:
 
 
 def preflight(
-    plan: RunPlan, channels: Mapping[str, Channel | NodeChannel], note: Callable[[str], None] = lambda text: None
+    plan: RunPlan,
+    channels: Mapping[str, Channel | NodeChannel],
+    note: Callable[[str], None] = lambda text: None,
+    *,
+    give_up: GiveUp = never,
 ) -> RunPlan:
     """The plan with what only the hosts could tell filled in: address and port to meet at, interfaces, threads, cores.
 
     Raises ConfigError when the user must change something, else MachineError when machines must be mended; either
-    carries every problem found. `note` gets the decisions with their reasons. The channels are as before: another
-    program can be started on them.
+    carries every problem found; Stopped as soon as `give_up` says so. `note` gets the decisions with their reasons.
+    The channels are as before: another program can be started on them.
     """
     startable(plan)
-    checked = check(plan, channels)
+    checked = check(plan, channels, give_up=give_up)
     if checked.error is not None:
         raise checked.error
     for text in checked.notes:
@@ -75,16 +80,27 @@ def preflight(
     return checked.plan
 
 
-def check(plan: RunPlan, channels: Mapping[str, Channel | NodeChannel]) -> Checked:
-    """Look at this machine and at all hosts; nothing is written but a file that is there for a moment."""
+def check(
+    plan: RunPlan,
+    channels: Mapping[str, Channel | NodeChannel],
+    *,
+    supplied: bool = True,
+    give_up: GiveUp = never,
+) -> Checked:
+    """Look at this machine and at all hosts; nothing is written but a file that is there for a moment.
+
+    Unless the hosts are `supplied`, what a run would bring to them itself is a note and no error.
+    """
     edits = [*_run_folder(plan), *_inputs(plan)]
     mends = [*_writable(plan), *_disk(plan)]
     mends += ready.problems(plan.config.logging.trackers, os.environ, Path.home())
     reference = _reference(plan, channels)
-    panel = Panel(channels)
+    panel = Panel(channels, give_up)
     looks = _look(plan, panel, channels, reference)
     plan = by_schedulers(plan, looks)
     findings = [*judge(plan, looks, reference), *_offline(plan, looks)]
+    coming = [] if supplied else [finding for finding in findings if finding.comes]
+    findings = [finding for finding in findings if finding not in coming]
     met = None
     if not panel.silent and all("failed" not in look for look in looks.values()):
         met = _meet(plan, panel, looks)
@@ -92,13 +108,14 @@ def check(plan: RunPlan, channels: Mapping[str, Channel | NodeChannel]) -> Check
     panel.end()
     silent = [unreachable(plan, host, panel.silent[host.name]) for host in plan.hosts if host.name in panel.silent]
     error = error_of([*silent, *findings], *edits, *mends, config=bool(edits))
-    found = Checked(plan=plan, error=error, looks=looks, met=met, reached_after_s=panel.reached_after_s)
+    notes = tuple(f"{text}: a run sends it" for text in sentences(coming))
+    found = Checked(plan=plan, error=error, looks=looks, met=met, reached_after_s=panel.reached_after_s, notes=notes)
     return found if met is None or met.port is None else _complete(found, met, reference)
 
 
-def reach(plan: RunPlan, channels: Mapping[str, Channel | NodeChannel]) -> dict[str, bool]:
+def reach(plan: RunPlan, channels: Mapping[str, Channel | NodeChannel], *, give_up: GiveUp = never) -> dict[str, bool]:
     """Whether each host sees the folder that the run folder is or will be in; MachineError names those out of reach."""
-    panel = Panel(channels)
+    panel = Panel(channels, give_up)
     looks = _look(plan, panel, channels, Reference(cwd=os.getcwd(), here=frozenset()))
     panel.end()
     silent = [unreachable(plan, host, panel.silent[host.name]) for host in plan.hosts if host.name in panel.silent]
@@ -188,6 +205,7 @@ def _look(
         "run_dir": plan.run_dir,
         "token": str(token) if apart else None,
         "gpus": plan.device == "cuda",
+        "words": probe.tried(probe.words_mark) if apart and plan.transport in ("ssh", "pdsh") else None,
     }
     if apart:
         token.touch()
@@ -218,7 +236,7 @@ def _complete(found: Checked, met: Met, reference: Reference) -> Checked:
         cores=cores,
         warnings=(*plan.warnings, *oddities(plan, looks, reference)),
     )
-    return dataclasses.replace(found, plan=plan, notes=(*met.notes, *why_threads))
+    return dataclasses.replace(found, plan=plan, notes=(*met.notes, *why_threads, *found.notes))
 
 
 def _offline(plan: RunPlan, looks: Mapping[str, Any]) -> Iterator[Finding]:
@@ -236,7 +254,7 @@ def _run_folder(plan: RunPlan) -> Iterator[Problem]:
     if not run.path.exists() or names_itself(plan):
         return
     state = find_state(run) if run.path.is_dir() else None
-    if state is not None and state.name in ("running", "ending"):
+    if state is not None and state.name in ("queued", "running", "ending"):
         text = f"{run.path} belongs to a run that goes on: {state.text}"
         yield Problem(text, tries=("run.name=ANOTHER", f"python -m launcher stop {run.path}"))
     elif plan.resume_from is None and run.used:

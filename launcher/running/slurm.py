@@ -21,6 +21,7 @@ from launcher.planning.secrets import is_secret
 from launcher.rundir import COMPLETE, SWEEP, RunDir, complete_checkpoints, read_json, write_atomic, write_json
 from launcher.running.folder import make_new, names_itself
 from launcher.running.journal import short_path
+from launcher.running.state import find_state
 from launcher.spec import Host, RunPlan
 
 SECRETS = "LAUNCHER_SECRETS"  # variable of a job: values of env.set that no file and no command line may hold
@@ -112,6 +113,9 @@ def _check(plan: RunPlan) -> None:
     if (path.parent / SWEEP).is_file():
         text = "the jobs of a sweep cannot be handed to Slurm's queue one by one"
         raise ConfigError(Problem(text, tries=("salloc --nodes=1 --gpus-per-node=8, and -m inside it",)))
+    if plan.resume_from is not None and (state := find_state(RunDir(path))).name in ("queued", "running", "ending"):
+        text = f"{path} belongs to a run that goes on: {state.text}"
+        raise ConfigError(Problem(text, tries=(f"python -m launcher stop {path}",)))
     slots = {host.slots for host in plan.hosts}
     if len(slots) > 1:
         text = f"Slurm gives each host of a job as many GPUs, and these have {', '.join(map(str, sorted(slots)))}"
@@ -180,7 +184,7 @@ def _submitted(plan: RunPlan, run: RunDir, job_id: str) -> list[str]:
         f"submitted  Slurm job {job_id}: {hosts}",
         f"run        {path}",
         f"output     {path}/slurm/output.txt",
-        f"look       squeue --job={job_id}; once it runs: python -m launcher status {path}",
-        f"stop       scancel --signal=TERM --batch {job_id}   (finishes the step and saves)",
+        f"look       python -m launcher status {path}",
+        f"stop       python -m launcher stop {path}   (once it runs, it finishes the step and saves)",
         *(f"warning: {text}" for text in plan.warnings),
     ]

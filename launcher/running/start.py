@@ -87,7 +87,7 @@ class _Run:
         """Check, supply, make the folder, start; the exit code once all has ended."""
         notes: list[str] = []
         self._supply(lambda: stop.count > 0)
-        self.plan = preflight(self.plan, self.channels, notes.append)
+        self.plan = preflight(self.plan, self.channels, notes.append, give_up=lambda: stop.count > 0)
         if stop.count:
             return stop.exit_code
         with claim(self.plan) as folder:
@@ -144,7 +144,7 @@ class _Run:
         if not remote and not from_hub(self.plan):
             return
         if remote:
-            self._shared = reach(self.plan, self.channels)
+            self._shared = reach(self.plan, self.channels, give_up=give_up)
             sync(self.plan, self.channels, self.out, give_up=give_up)
             place(self.plan, self.channels, self._shared, self.out, give_up=give_up)
         self.plan = fetch(self.plan, self.channels, self.out, give_up=give_up)

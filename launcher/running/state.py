@@ -12,26 +12,28 @@ from typing import Any
 from launcher.errors import ConfigError, Problem
 from launcher.planning import placement
 from launcher.rundir import SWEEP, RunDir, read_json
+from launcher.running import queued
 from launcher.running.agent import find_run
-from launcher.running.journal import JsonTail, inside, read_quietly
+from launcher.running.journal import JsonTail, inside, read_quietly, short_path
 from launcher.running.supervisor import Supervisor, read_supervisor
 from launcher.spec import Host
 
 LATEST = "latest"
+GOES_ON = ("queued", "running", "ending", "unknown")
 
 
 @dataclass(frozen=True, slots=True)
 class State:
     """What a run is doing, seen from outside."""
 
-    name: str  # running | ending | lost | unknown, or the outcome's status
+    name: str  # queued | running | ending | lost | unknown, or the outcome's status
     text: str
     supervisor: Supervisor | None
 
     @property
     def over(self) -> bool:
         """Whether nothing of it lives."""
-        return self.name not in ("running", "ending", "unknown")
+        return self.name not in GOES_ON
 
 
 def find_state(run: RunDir) -> State:
@@ -42,7 +44,12 @@ def find_state(run: RunDir) -> State:
     if supervisor is not None and supervisor.alive:
         return State("running", f"running, supervised by process {supervisor.pid}", supervisor)
     outcome = read_object(run.outcome)
-    if outcome is not None and not _goes_on(run, outcome, supervisor):
+    if outcome is not None and _goes_on(run, outcome, supervisor):
+        outcome = None
+    in_queue = _queue_state(run, outcome, supervisor)
+    if in_queue is not None:
+        return in_queue
+    if outcome is not None:
         first = (outcome.get("first_failure") or {}).get("text")
         text = f"{outcome.get('status')} (exit code {outcome.get('exit_code')}){f': {first}' if first else ''}"
         return State(str(outcome.get("status")), text, supervisor)
@@ -53,6 +60,37 @@ def find_state(run: RunDir) -> State:
         text = f"supervised by process {supervisor.pid} on {supervisor.host}, which cannot be seen from here{sign}"
         return State("unknown", text, supervisor)
     return _unsupervised(run, supervisor)
+
+
+def _queue_state(run: RunDir, outcome: dict[str, Any] | None, supervisor: Supervisor | None) -> State | None:
+    """What Slurm says of a run that was handed to it; None where that adds nothing to what the folder tells."""
+    job, begun = queued.job_of(run), not queued.is_new(run)
+    if not queued.was_submitted(run) or (outcome is not None and outcome.get("status") == "done"):
+        return None  # done once: a job that is to train longer is seen as soon as it begins
+    if job is None:
+        return None if begun else State("lost", "never started: its job has no number (yet)", None)
+    answer = queued.ask(job)
+    if not answer.heard:
+        text = f"handed to Slurm as job {job}; more cannot be told from here: {answer.text}"
+        return None if begun else State("queued", text, None)
+    if answer.waits:
+        return State("queued", f"waits in Slurm's queue{' again' if begun else ''}: {answer.text}", supervisor)
+    if answer.works:
+        return _works_state(answer.text, outcome, supervisor)
+    if outcome is not None or (supervisor is not None and supervisor.here):
+        return None
+    output = run.slurm / "output.txt"
+    said = f"; what it said is in {short_path(output)}" if output.is_file() else ""
+    return State("lost", f"{'ended without an outcome' if begun else 'never started'}: {answer.text}{said}", supervisor)
+
+
+def _works_state(job: str, outcome: dict[str, Any] | None, supervisor: Supervisor | None) -> State:
+    """A run whose job is at work on a machine that is not this one."""
+    if outcome is not None:
+        return State("queued", f"{outcome.get('status')}, and its job goes on: {job}", supervisor)
+    if supervisor is None:
+        return State("queued", f"about to begin: {job}", None)
+    return State("running", f"{job}, supervised by process {supervisor.pid} on {supervisor.host}", supervisor)
 
 
 def _unsupervised(run: RunDir, supervisor: Supervisor) -> State:
@@ -145,18 +183,22 @@ def run_name(run: RunDir) -> str:
     return f"{run.path.parent.name}/{run.path.name}" if inside else run.path.name
 
 
-def find_folder(name: str, root: str) -> RunDir:
+def find_folder(name: str, root: str, *, new: bool = False) -> RunDir:
     """The folder of the run or sweep that a person means: a path, a name below `root`, or `latest`, the last run.
 
-    Raises ConfigError if there is none.
+    `new`: one that Slurm has not started yet will do. Raises ConfigError if there is none.
     """
-    known = list_runs(root)
+    known = list_runs(root, new=new)
     if name == LATEST:
         if not known:
             raise _no_run(f"no run in {Path(root).absolute()}", "python -m launcher")
         return known[0]
     for path in (Path(name), Path(root, name)):
         if path.is_dir():
+            if queued.is_new(RunDir(path)):
+                if new:
+                    return RunDir(path)
+                raise _no_run(f"{path} was handed to Slurm and has not begun", f"python -m launcher status {path}")
             if not (path / "plan.json").exists() and not is_sweep(RunDir(path)):
                 raise _no_run(f"{path} is no run folder: it has no plan.json", "python -m launcher status")
             return RunDir(path)
@@ -164,11 +206,22 @@ def find_folder(name: str, root: str) -> RunDir:
     raise _no_run(f"no run folder {name}, here or in {root}", *(names or ["python -m launcher"]))
 
 
-def list_runs(root: str) -> list[RunDir]:
-    """Run folders below `root`, those inside sweeps too, the newest first."""
+def list_runs(root: str, *, new: bool = False) -> list[RunDir]:
+    """Run folders below `root`, those inside sweeps too, the newest first; `new` as in `find_folder`."""
     plans = [*Path(root).glob("*/plan.json")]
     plans += [path for sweep in list_sweeps(root) for path in sweep.path.glob("*/plan.json")]
-    return [RunDir(path.parent) for path in sorted(plans, key=lambda path: path.stat().st_mtime, reverse=True)]
+    runs = [RunDir(path.parent) for path in plans]
+    if new:
+        runs += [
+            run for path in Path(root).glob("*/slurm/job.json") if queued.is_new(run := RunDir(path.parent.parent))
+        ]
+    return sorted(runs, key=begun_at, reverse=True)
+
+
+def begun_at(run: RunDir) -> float:
+    """When a run or sweep was begun, or handed to Slurm, as far as files tell."""
+    marks = [run.path / SWEEP, run.plan, run.slurm / "job.json"]
+    return next((mark.stat().st_mtime for mark in marks if mark.exists()), 0.0)
 
 
 def list_sweeps(root: str) -> list[RunDir]:

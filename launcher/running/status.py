@@ -11,6 +11,7 @@ from typing import Any
 
 from launcher.errors import ConfigError, ExitCode
 from launcher.rundir import SWEEP, RunDir, complete_checkpoints
+from launcher.running import queued
 from launcher.running.journal import (
     JsonTail,
     Line,
@@ -27,6 +28,7 @@ from launcher.running.progress import RATE_STEPS, render_numbers, render_scores,
 from launcher.running.restart import restarts_of
 from launcher.running.state import (
     State,
+    begun_at,
     find_folder,
     find_state,
     is_sweep,
@@ -43,10 +45,10 @@ EACH = 8  # ranks that have a line of their own
 def status(options: argparse.Namespace) -> int:
     """Print one run in detail, or all in a table."""
     if options.run is not None:
-        run = find_folder(options.run, options.root)
+        run = find_folder(options.run, options.root, new=True)
         print("\n".join(_sweep_details(run) if is_sweep(run) else _details(run)))
         return ExitCode.OK
-    runs = sorted([*list_runs(options.root), *list_sweeps(options.root)], key=_age)
+    runs = sorted([*list_runs(options.root, new=True), *list_sweeps(options.root)], key=begun_at, reverse=True)
     if not runs:
         print(f"no run in {Path(options.root).absolute()}")
         return ExitCode.OK
@@ -55,11 +57,6 @@ def status(options: argparse.Namespace) -> int:
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     return ExitCode.OK
-
-
-def _age(run: RunDir) -> float:
-    """Sorts the newest first."""
-    return -(run.path / SWEEP if is_sweep(run) else run.plan).stat().st_mtime
 
 
 def _sweep_details(run: RunDir) -> list[str]:
@@ -103,6 +100,8 @@ def _last_score(run: RunDir) -> str:
 def _details(run: RunDir) -> list[str]:
     state, statuses, now = find_state(run), rank_statuses(run), time.time()
     lines = [f"run     {short_path(run.path)}", f"state   {state.text}", *_attempt_lines(run)]
+    if queued.is_new(run):
+        return [*lines, f"logs    {short_path(run.slurm)}"]
     step = last_step(run)
     if step is not None:
         left = "" if state.over else render_time(seconds_left(run, now))

@@ -21,12 +21,15 @@ class StopSignals:
         self._by_file = 0
         self._elsewhere = 0
         self._before: dict[int, Any] = {}
+        self._time_is_up = False
 
     def __enter__(self) -> StopSignals:
         for number in self.NUMBERS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup: the run outlives its terminal
             self._before[number] = signal.signal(number, self._count)
+        if callable(signal.getsignal(signal.SIGUSR2)):  # a batch job's, see slurm_job
+            self._before[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, self._hear_of_limit)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -37,6 +40,13 @@ class StopSignals:
     def count(self) -> int:
         """How often a stop was asked for, by who asked most often: a signal to all nodes at once is one."""
         return max(self._here, self._elsewhere)
+
+    @property
+    def why(self) -> str:
+        """What asked for a stop, for people."""
+        if self._time_is_up:
+            return "the job's time limit is near"
+        return self.first.name if self.first else ""
 
     @property
     def exit_code(self) -> int:
@@ -59,6 +69,10 @@ class StopSignals:
         self._by_file = max(count, self._by_file)
         if count:
             self.first = self.first or signal.SIGTERM
+
+    def _hear_of_limit(self, number: int, frame: FrameType | None) -> None:
+        self._time_is_up = self.first is None
+        self._before[signal.SIGUSR2](number, frame)
 
     def _count(self, number: int, frame: FrameType | None) -> None:
         self._here += 1

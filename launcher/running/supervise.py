@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import sys
 import time
@@ -24,7 +25,7 @@ from launcher.running.restart import Attempt, Restart, decide, note_restart, sum
 from launcher.running.stops import StopSignals
 from launcher.running.supervisor import asked_by_file
 from launcher.running.tracking import Tracking
-from launcher.running.transport import Channel, Event
+from launcher.running.transport import Channel, Event, close_all
 from launcher.running.verdict import Tally, Verdict, judge
 from launcher.spec import RunPlan
 
@@ -54,7 +55,7 @@ def supervise(
 ) -> int:
     """Give the agents of a plan their orders, watch the run to its end, write outcome.json; the exit code.
 
-    `channels` are those that are open, on return too.
+    The channels are closed on return.
     """
     run, config = RunDir(Path(plan.run_dir)), plan.config
     metric, most = config.eval.metric, config.restart.max
@@ -71,6 +72,8 @@ def supervise(
                 unshared = watch(orders, channels, inbox, tally, stop, display, hang_s=hang_s, poll_runner=poll)
             sentences = means.collect(unshared, stop.hurry())
             verdict = judge(tally, stop.first)
+            if sentences and verdict.exit_code == ExitCode.OK:  # trained, and not all of it is here
+                verdict = dataclasses.replace(verdict, exit_code=int(ExitCode.MACHINE))
             _write_outcome(run, verdict, tally, started, metric, len(attempts) + 1, display.say)
             step = steps_done(run, tally.statuses)
             attempts.append(Attempt(verdict=verdict, step=step, before=before, after=last_checkpoint(run)))
@@ -89,6 +92,7 @@ def supervise(
                 break
     finally:
         display.close()
+        close_all(list(channels.values()))  # nothing of the run stays on the hosts while reports are written here
     in_a_hurry = stop.hurry()
     told = notify(config.notify.command, run, in_a_hurry)
     for sentence in [*sentences, *tracking.finish(in_a_hurry), *make_report(run, in_a_hurry), *told]:

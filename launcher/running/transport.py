@@ -34,10 +34,14 @@ CLOSE_S = 2.0  # for a door to end by itself once its input has ended
 SAID_LINES = 20  # kept of what is no event: greetings of login scripts, tracebacks
 
 # Reads `NAME BYTES\n` and a program, runs its main(), and again. Lines that begin with a brace are messages that came
-# too late for the program before. Runs on any Python 3, so that a probe can say which one it is.
-BOOT = """\
+# too late for the program before. Runs on any Python 3, so that a probe can say which one it is. The line that it ends
+# first is what a login script may have printed without an end.
+_BOOT = """\
 import os, sys, types
 sys.path[:1] = []
+end = os.linesep.encode()
+try: os.write(1, end)
+except OSError: pass
 def take(n):
     d = b""
     while len(d) < n:
@@ -47,14 +51,17 @@ def take(n):
     return d
 def line():
     d = b""
-    while d[-1:] != b"\\n": d += take(1)
+    while not d.endswith(end): d += take(1)
     return d
 while True:
     w = line().split()
-    if len(w) != 2 or w[0][:1] == b"{": continue
+    if not len(w) == 2 or w[0][:1] == b"{": continue
     m = types.ModuleType(w[0].decode()); sys.modules[m.__name__] = m
     exec(compile(take(int(w[1])), m.__name__ + ".py", "exec"), m.__dict__); m.main()
 """
+# On one line, without `!` and `'` or a backslash before one, since it goes through the login shell of a user: csh takes
+# no line ends in quotes.
+BOOT = 'exec("""' + _BOOT.replace("\n", "\\n") + '""")'
 # Sources a script in bash, with its arguments, then becomes the command behind them; what it prints is no event.
 ACTIVATE = 'n=$1; shift; . "${@:1:n}" >&2 || exit 96; shift "$n"; exec "$@"'
 
@@ -216,7 +223,9 @@ class Channel:
 
     def close(self) -> None:
         """End its input, and itself if it does not end then; no event comes any more."""
-        self._closed = True
+        if self._closed:
+            return
+        self._closed = self.over = True
         _pump().drop(self)
         for pipe in (self.process.stdin, self.process.stdout):
             _close(pipe)

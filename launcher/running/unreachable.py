@@ -6,6 +6,7 @@ import re
 
 from launcher.running.findings import Finding
 from launcher.running.panel import Silence
+from launcher.running.transport import ssh_argv
 from launcher.spec import Host, RunPlan
 
 NOT_FOUND, NOT_RUN = 127, 126  # exit codes of a shell
@@ -14,11 +15,14 @@ ACTIVATE_FAILED = 96  # exit code of transport.ACTIVATE
 
 def unreachable(plan: RunPlan, host: Host, silence: Silence) -> Finding:
     """The row of a host that did not answer."""
-    target = f"{host.user}@{host.name}" if host.user else host.name
+    alias = f"-oHostKeyAlias={host.name}"
+    by_address = alias in ssh_argv(host, plan.config.cluster.connect_s)  # ssh knows no machine by its name
+    name = host.address if by_address else host.name
+    target = f"{host.user}@{name}" if host.user else name
     port = f"-p {host.port} " if host.port else ""
     facts = {
         "host": host.name,
-        "ssh": f"ssh {port}{target}",
+        "ssh": f"ssh {f'{alias} ' if by_address else ''}{port}{target}",
         "copy": f"ssh-copy-id {port}{target}",
         "address": host.address or host.name,
         "python": plan.config.cluster.python or "Python",
@@ -46,7 +50,8 @@ def _unknown(plan: RunPlan, host: Host, silence: Silence, ssh: str) -> Finding:
         reason = f"cluster.activate={cluster.activate} failed: {last}"
         return Finding(host=host.name, what="activate", reason=reason, tries=("cluster.activate=SCRIPT",), config=True)
     if silence.exit_code in (NOT_FOUND, NOT_RUN):
-        return Finding(host=host.name, what="python", reason=last, tries=("cluster.python=PATH",), config=True)
+        what, fix = ("wrap", "cluster.wrap=[PROGRAM,ARGUMENT]") if cluster.wrap else ("python", "cluster.python=PATH")
+        return Finding(host=host.name, what=what, reason=last, tries=(fix,), config=True)
     code = "" if silence.exit_code is None else f" (exit code {silence.exit_code})"
     tries = () if plan.transport == "local" else (ssh,)
     return Finding(host=host.name, what="unreachable", reason=f"{last}{code}", tries=tries)

@@ -29,6 +29,7 @@ class Tally:
     lost: list[dict[str, Any]] = field(default_factory=list)
     hang: Hang | None = None
     hang_at: float = 0.0
+    unheard: dict[str, dict[str, Any]] = field(default_factory=dict)  # hosts that nobody spoke to, and their `ending`
     ending: set[str] = field(default_factory=set)  # hosts that ended their ranks before their node launcher left
     survivors: list[int] = field(default_factory=list)
     done: set[str] = field(default_factory=set)
@@ -59,6 +60,8 @@ class Tally:
             self.launchers.setdefault(host, event | {"after_ending": host in self.ending})
         elif kind == "ending":
             self.ending.add(host)
+            if event.get("unheard_s"):
+                self.unheard.setdefault(host, event)
         elif kind == "lost":
             self.lost.append(event)
         elif kind == "done" and host not in self.done:

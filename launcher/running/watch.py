@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from launcher.errors import ConfigError, ExitCode, MachineError, Problem
 from launcher.rundir import SWEEP, RunDir
-from launcher.running import logs
+from launcher.running import logs, queued
 from launcher.running.agent import kill_run
 from launcher.running.logs import POLL_S
 from launcher.running.state import State, current_job, find_folder, find_state, is_sweep, read_object
@@ -35,11 +35,13 @@ def stop(options: argparse.Namespace) -> int:
     """Ask the run to save and end, and wait until it has."""
     if options.run is None:  # never guessed: the last run may be somebody else's
         raise ConfigError(Problem("stop which run?", tries=("python -m launcher stop RUN",)), title="with this command")
-    run = find_folder(options.run, options.root)
+    run = find_folder(options.run, options.root, new=True)
     state = find_state(run)
     if state.over:
         print(f"nothing to stop: {state.text}")
         return ExitCode.OK
+    if state.name == "queued":
+        return _stop_queued(run)
     if state.supervisor is None or (state.name == "unknown" and is_sweep(run)):
         raise ConfigError(Problem(state.text, tries=("the same command on that machine",)), title="with stopping it")
     grace_s = _grace_s(run)
@@ -55,14 +57,49 @@ def stop(options: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
+def _stop_queued(run: RunDir) -> int:
+    """Take a run's job out of Slurm's queue; one that has started meanwhile is stopped as any run."""
+    job = queued.job_of(run)
+    assert job is not None
+    answer, why = queued.ask(job), ""
+    if answer.waits:
+        why = queued.cancel_waiting(job)
+        if not why and queued.ask(job).state is None:
+            print(
+                "\n".join(
+                    [f"Slurm job {job} is cancelled: it waited in the queue", *resume_lines(run, find_state(run))]
+                )
+            )
+            return ExitCode.OK
+    answer = queued.ask(job)
+    if answer.works and not why:
+        why = queued.stop_working(job)
+    elif answer.heard and answer.state is None:
+        print(f"nothing to stop: {find_state(run).text}")
+        return ExitCode.OK
+    if why or not answer.heard:
+        text = f"Slurm job {job} cannot be stopped from here: {why or answer.text}"
+        raise MachineError(Problem(text, tries=("the same command on a machine of the cluster",)), title="with Slurm")
+    print(f"asked Slurm job {job} to stop: it finishes the step and saves", flush=True)
+    if not _wait_for_end(run, _grace_s(run) + STOP_MARGIN_S):
+        tries = (f"scancel {job}",)
+        raise MachineError(Problem(f"it does not react: {find_state(run).text}", tries=tries), title="with stopping it")
+    state = find_state(run)
+    print("\n".join([state.text, *resume_lines(run, state)]))
+    return ExitCode.OK
+
+
 def _ask(run: RunDir, supervisor: Supervisor) -> str:
-    """Ask the supervisor to stop, by a signal where that reaches it, else through the run folder; a sentence."""
+    """Ask the supervisor to stop, by a signal where one reaches it, else through the run folder; a sentence."""
     if supervisor.alive:
         try:
             os.kill(supervisor.pid, signal.SIGTERM)
             return f"asked process {supervisor.pid} to stop"
         except (ProcessLookupError, PermissionError):  # gone meanwhile, or somebody else's
             pass
+    job = None if supervisor.here else queued.job_of(run)
+    if job is not None and queued.ask(job).works and not queued.stop_working(job):
+        return f"asked Slurm job {job} to stop"  # heard before ranks start, too, when nobody looks for files
     ask_by_file(run)
     return f"asked process {supervisor.pid} on {supervisor.host} to stop, by a file in the run folder"
 
@@ -70,7 +107,7 @@ def _ask(run: RunDir, supervisor: Supervisor) -> str:
 def _force(run: RunDir, state: State) -> None:
     """After all patience: kill what is left here. Raises MachineError when that is not enough."""
     assert state.supervisor is not None
-    if state.name == "unknown":
+    if not state.supervisor.here:
         text = f"{state.supervisor.host} does not react: {find_state(run).text}"
         raise MachineError(Problem(text, tries=("the same command on that machine",)), title="with stopping it")
     left = kill_run(_run_id(run, state.supervisor))

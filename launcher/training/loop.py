@@ -80,6 +80,7 @@ class Trainer:
         log.phase("loading model")
         scorer = build_scorer(plan, processor, rank.device)
         log.phase("starting DeepSpeed")
+        rank.gather(None)  # here a slow reader is waited for; DeepSpeed's own NCCL groups give up after 10 minutes
         engine = make_engine(scorer, plan)
         _hold_to_plan(engine.module, plan)
         maker = StepMaker(

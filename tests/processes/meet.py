@@ -13,6 +13,7 @@ from pathlib import Path
 
 from launcher.errors import LauncherError
 from launcher.rundir import RunDir, write_atomic
+from launcher.running import meeting as meetings
 from launcher.running.agent import Order
 from launcher.running.meeting import Meeting
 from launcher.running.ownhost import node_order
@@ -26,6 +27,7 @@ from tests.planning_support import plan as make_plan
 
 HERE = Path(__file__).resolve().parent
 root, seconds, *rest = sys.argv[1:]
+meetings.LINGER_S = 1.0  # all nodes of a test are here by then
 words, deeds = rest[: rest.index("--")], rest[rest.index("--") + 1 :]
 
 

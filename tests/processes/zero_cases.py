@@ -14,9 +14,11 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 
 from launcher.resources import ds_configs_dir
@@ -193,6 +195,8 @@ def main() -> None:
     out, cases, device = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     world = int(os.environ["WORLD_SIZE"])
     with distributed(dataclasses.replace(tiny_plan(out, ranks=world), device=device)) as rank:
+        patience = rank.cpu_group._get_backend(torch.device("cpu")).options._timeout
+        assert patience >= timedelta(minutes=30), patience  # N08: what a rank that reads for long is waited for
         run_all(out, rank, cases, device)
         if cases == "gpu" and world == 2:
             compare_stages(out, rank, device)

@@ -54,10 +54,11 @@ def launch(words):
     hosts = list(json.loads(base64.urlsafe_b64decode(given["world_info"])).values())
     node, size = int(given["node_rank"]), sum(map(len, hosts))
     first = sum(map(len, hosts[:node]))
+    meet = {"MASTER_ADDR": given["master_addr"], "MASTER_PORT": given["master_port"]}
     argv = [sys.executable, "-u", "-m", *words[words.index("launcher.training") :]]
     ranks = []
     for rank in range(first, first + len(hosts[node])):
-        env = {"RANK": rank, "LOCAL_RANK": rank - first, "WORLD_SIZE": size, "LOCAL_SIZE": len(hosts[node])}
+        env = {**meet, "RANK": rank, "LOCAL_RANK": rank - first, "WORLD_SIZE": size, "LOCAL_SIZE": len(hosts[node])}
         ranks.append(subprocess.Popen(argv, env={**os.environ, **{name: str(value) for name, value in env.items()}}))
 
     def end(number, frame):
