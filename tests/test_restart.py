@@ -206,7 +206,7 @@ def test_detached_run_is_seen_to_start_and_goes_on_alone(tmp_path: Path) -> None
     assert first == "planned model=tiny a b"
     assert head.startswith("detached: process ") and head.endswith(f"what it says is in {run}/launcher.log")
     assert [line.split() for line in verbs] == [
-        ["logs", "-f", "python", "-m", "launcher", "logs", "-f", str(run)],
+        ["follow", "python", "-m", "launcher", "logs", "-f", str(run)],
         ["status", "python", "-m", "launcher", "status", str(run)],
         ["stop", "python", "-m", "launcher", "stop", str(run)],
     ]
