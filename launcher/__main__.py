@@ -17,13 +17,12 @@ if TYPE_CHECKING:
     from launcher.rundir import RunDir
     from launcher.spec import RunPlan
 
-_LOOK = ("status", "logs", "stop", "env", "report")
+_LOOK = ("status", "logs", "stop", "env", "report", "evaluate", "score", "export")
 _JOB = "--job-of-a-sweep"  # its words come on standard input; for running/sweep.py only
 _SLURM_JOB = "--slurm-job"  # before the folder of a batch job; for its script only
 _DETACHED = "--detached-job"  # likewise, with more beside them; for running/detach.py only
 # What a disk or file system refuses: somebody must mend the machine, not the launcher.
 _REFUSED = {"EACCES", "EDQUOT", "EIO", "ELOOP", "ENAMETOOLONG", "ENOSPC", "EPERM", "EROFS", "ESTALE"}
-_LATER = ("evaluate", "score", "export")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -139,8 +138,6 @@ def _refuse_verb(word: str) -> None:
     """Raise ConfigError when `word` was meant as a verb."""
     from launcher.planning import habits, keys
 
-    if word in _LATER:
-        raise ConfigError(Problem(f"{word} is not part of this version", tries=("python -m launcher help",)))
     near = keys.nearest(_plain(word), [*_VERBS, *habits.VERBS], cutoff=0.7)
     if near and (word not in keys.groups() or word in habits.VERBS):
         ours = habits.VERBS.get(near, near)
@@ -232,8 +229,8 @@ def _plan_sweep(words: list[str], as_json: bool) -> int:
 
 def plan_data(plan: RunPlan) -> dict[str, Any]:
     """The plan for programs: all of it, `world_size` beside it, secrets masked."""
+    from launcher.plain import to_data
     from launcher.planning.secrets import masked
-    from launcher.spec import to_data
 
     data: dict[str, Any] = {"world_size": plan.world_size, **to_data(plan)}
     data["env"] = masked(data["env"])
@@ -269,13 +266,28 @@ def _check_verb(words: list[str]) -> int:
 
     from launcher.spec import plan_to_json
 
-    _, plan = _plan(words[1:])
+    words, show = _take_show(words[1:])
+    _, plan = _plan(words)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.json"
         file.write_text(plan_to_json(plan), encoding="utf-8")
-        command = [sys.executable, "-m", "launcher.training", "check", "--lengths", "--plan", str(file)]
+        command = [sys.executable, "-m", "launcher.training", "check", "--lengths", "--plan", str(file), *show]
         code = subprocess.run(command, check=False).returncode
     return code if code >= 0 else int(ExitCode.INTERNAL)
+
+
+def _take_show(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words without `--show N`, and these as the trainer's program takes them."""
+    at = next((i for i, word in enumerate(words) if word.partition("=")[0] == "--show"), None)
+    if at is None:
+        return words, []
+    _, given, value = words[at].partition("=")
+    end = at + 1 if given else at + 2
+    value = value if given else "".join(words[at + 1 : end])
+    if not value.isdecimal() or int(value) < 1:
+        text = f"{' '.join(words[at:end])}: --show takes a number of rows, 1 or more"
+        raise ConfigError(Problem(text, tries=("python -m launcher check data ... --show 3",)))
+    return [*words[:at], *words[end:]], ["--show", value]
 
 
 def _fetch_verb(words: list[str]) -> int:
@@ -306,6 +318,15 @@ def _watch_verb(verb: str) -> Callable[[list[str]], int]:
         return watch.main(verb, words)
 
     return look
+
+
+def _trained_verb(verb: str) -> Callable[[list[str]], int]:
+    def use(words: list[str]) -> int:
+        from launcher.running import trained
+
+        return trained.main(verb, words)
+
+    return use
 
 
 def _env_verb(words: list[str]) -> int:
@@ -339,6 +360,7 @@ _VERBS: dict[str, Callable[[list[str]], int]] = {
     "fetch": _fetch_verb,
     "resume": _resume_verb,
     "report": _report_verb,
+    **{verb: _trained_verb(verb) for verb in ("evaluate", "score", "export")},
     "env": _env_verb,
     "help": _help_verb,
 }

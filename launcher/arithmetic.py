@@ -1,10 +1,15 @@
-"""How many steps a run takes: the plan shows them and training counts them by the same rule. Standard library only."""
+"""Steps of a run, learning rates of its parts, sizes: the plan shows them and training uses the same rule.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
 import math
 
 from launcher.spec import OptimConfig, TrainConfig
+
+LOGIT_BYTES = 256 * 2**20  # of the float32 logits over the vocabulary that task=sft computes at a time
 
 
 def steps_per_epoch(rows: int, global_size: int) -> int:
@@ -25,6 +30,17 @@ def total_steps(train: TrainConfig, per_epoch: int) -> int:
 def warmup_steps(optim: OptimConfig, total: int) -> int:
     """Warm-up steps: given, or a ratio of all steps, rounded up."""
     return _ceil(total * optim.warmup_ratio) if optim.warmup_steps is None else optim.warmup_steps
+
+
+def peak_rate(optim: OptimConfig, part: str, lr: float) -> float:
+    """Peak learning rate of a part of the model: its own, else `lr`; embeddings go with the language model.
+
+    Example:
+        >>> peak_rate(OptimConfig(lr_language=1e-5), "embeddings", 1e-4)
+        1e-05
+    """
+    own: float | None = getattr(optim, f"lr_{'language' if part == 'embeddings' else part}")
+    return lr if own is None else own
 
 
 def _ceil(value: float) -> int:

@@ -62,6 +62,12 @@ class ConfigError(LauncherError):
     exit_code = ExitCode.CONFIG
 
 
+class TrainingError(LauncherError):
+    """Training itself went wrong, and would again: what was seen, and what to try."""
+
+    exit_code = ExitCode.TRAINING
+
+
 class MachineError(LauncherError):
     """Something on a machine (disk, permission, missing program) that must be fixed."""
 

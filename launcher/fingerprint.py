@@ -24,10 +24,11 @@ def fingerprint(config: RunConfig, arch: dict[str, Any]) -> dict[str, Any]:
     model, tune, dataset = config.model, config.tune, config.dataset
     return {
         "model": model.name,
-        "model.path": _last_name(model.path),
+        "model.path": _last_name(model.path) if model.path else None,
         "model.weights": model.weights,
         "model.arch": hashlib.sha256(_canonical(_lasting(arch)).encode()).hexdigest()[:16],
         "task": config.task.name,
+        "tune": tune.name,
         "tune.language": tune.language,
         "tune.vision": tune.vision,
         "tune.projector": tune.projector,
@@ -35,8 +36,14 @@ def fingerprint(config: RunConfig, arch: dict[str, Any]) -> dict[str, Any]:
         "tune.r": tune.r,
         "tune.lora_alpha": tune.lora_alpha,
         "tune.target_modules": tune.target_modules,
+        "tune.use_rslora": tune.use_rslora,
+        "tune.use_dora": tune.use_dora,
         "dataset": dataset.name,
-        "dataset.train": _last_name(dataset.train),
+        "dataset.train": ", ".join(_last_name(name) for name in dataset.sources("train")) or None,
+        "dataset.subset": dataset.subset,
+        "dataset.split": dataset.split,
+        "dataset.weights": dataset.weights,
+        "dataset.eval_fraction": 0.0 if dataset.eval is not None else dataset.eval_fraction,
         "dataset.max_rows": dataset.max_rows,
         "dataset.shuffle_labels": dataset.shuffle_labels,
         "batch.global_size": config.batch.global_size,
@@ -67,8 +74,8 @@ def _canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False)
 
 
-def _last_name(path: str | None) -> str | None:
-    return Path(path).name if path else None
+def _last_name(path: str) -> str:
+    return Path(path).name
 
 
 def _text(value: Any) -> str:

@@ -64,6 +64,11 @@ class RunDir:
         return self.path / "environment.json"
 
     @property
+    def data(self) -> Path:
+        """What the run's rows are made of and how long they are, as `launcher.prepared` has it."""
+        return self.path / "data.json"
+
+    @property
     def logs(self) -> Path:
         """Folder of one log file a rank and one a node launcher."""
         return self.path / "logs"
@@ -140,6 +145,11 @@ class RunDir:
     def export(self) -> Path:
         """The finished model as a Hugging Face folder."""
         return self.path / "export"
+
+    @property
+    def fusion(self) -> Path:
+        """The logistic model of dataset.video.fuse=logistic, fitted at the last evaluation."""
+        return self.path / "fusion.json"
 
     @property
     def outcome(self) -> Path:
@@ -222,6 +232,17 @@ def complete_checkpoints(run: RunDir) -> list[Path]:
         return []
     found = [f for f in run.checkpoints.iterdir() if checkpoint_step(f) is not None and is_complete(f)]
     return sorted(found, key=lambda folder: (checkpoint_serial(folder), checkpoint_step(folder)))
+
+
+def checkpoint_to_export(run: RunDir) -> Path:
+    """The best checkpoint by `eval.metric` when it is there, else the last one; raises ConfigError without any."""
+    complete = complete_checkpoints(run)
+    if not complete:
+        raise ConfigError(Problem(f"{run.checkpoints} holds no complete checkpoint to export"))
+    best = read_json(complete[-1] / "state.json").get("best")
+    if best is not None and is_complete(run.checkpoint(best["step"])):
+        return run.checkpoint(best["step"])
+    return complete[-1]
 
 
 def damages(checkpoint: Path) -> list[str]:

@@ -7,14 +7,53 @@ Every key's meaning is the comment beside it in `conf/`.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import types
-import typing
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from launcher.plain import from_data, to_data
+
 MISSING = "???"  # OmegaConf's mark for a value that must be given
+# What eval.metric may name; the first is meant by auto.
+METRICS_OF_TASK = {
+    "rerank": ("ndcg@10", "mrr@10", "recall@1", "recall@5", "loss"),
+    "sft": ("loss",),
+    "classify": ("accuracy", "loss"),
+}
+LOWER_IS_BETTER = ("loss", "perplexity")
+
+
+def is_better(metric: str, value: float | None, other: float | None) -> bool:
+    """Whether `value` of an evaluation metric is better than `other`; any number is better than none.
+
+    Example:
+        >>> is_better("loss", 1.0, 2.0), is_better("ndcg@10", 1.0, 2.0), is_better("loss", math.nan, None)
+        (True, False, False)
+    """
+    if value is None or math.isnan(value):
+        return False
+    if other is None or math.isnan(other):
+        return True
+    return value < other if lower_is_better(metric) else value > other
+
+
+def lower_is_better(metric: str) -> bool:
+    """Whether an evaluation metric, or a number of a sweep, is the better the smaller it is."""
+    return metric.removeprefix("eval/") in LOWER_IS_BETTER
+
+
+def metric_of(config: Mapping[str, Any]) -> str:
+    """RunConfig.metric of a configuration in JSON's form, as in plan.json, where keys may be missing."""
+
+    def value(group: str, key: str) -> str:
+        found = config.get(group)
+        return str(found.get(key, "auto")) if isinstance(found, Mapping) else "auto"
+
+    metric = value("eval", "metric")
+    own = METRICS_OF_TASK.get(value("task", "name"), METRICS_OF_TASK["rerank"])
+    return own[0] if metric == "auto" else metric
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,48 +73,93 @@ class ModelConfig:
     family: str = MISSING
     repo: str | None = None
     path: str | None = None
+    source: str = "hf"  # hf | modelscope: where `repo` is fetched from
     weights: str = "pretrained"  # pretrained | random
+    adapter: str | None = None  # folder of LoRA weights to start from
     min_pixels: int | None = None
     max_pixels: int | None = None
     arch: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
+class VideoOptions:
+    """How a video becomes frames, and how the scores of its segments become one."""
+
+    fps: float = 1.0
+    min_frames: int = 4
+    max_frames: int = 64
+    max_pixels: int = 786432  # of one frame
+    total_pixels: int = 7864320  # of all frames of a segment
+    segment_s: float | None = None  # null = the whole video is one segment
+    fuse: str = "max"  # max | mean | top_k | logistic
+    top_k: int = 3
+
+
+@dataclass(frozen=True, kw_only=True)
 class DatasetConfig:
-    """Which rows."""
+    """Which rows, and what is done with them before a model sees them."""
 
     name: str = MISSING
-    format: str = "auto"  # auto | native | swift | digits
-    train: str | None = None
-    eval: str | None = None
+    format: str = "auto"  # auto | a name of launcher.training.formats.FORMATS | pkg.mod:function
+    source: str = "hf"  # hf | modelscope: where names of a hub are fetched from
+    train: Any = None  # file, folder or hub name, or a list of them
+    eval: Any = None
+    weights: list[float] | None = None  # share of each train source in an epoch
+    subset: str | None = None
+    split: str | None = None
+    eval_split: str | None = None
+    eval_fraction: float = 0.0
+    columns: dict[str, str] = field(default_factory=dict)  # our key -> their column
+    image_root: str | None = None
     max_length: int = 4096
+    over_long: str = "drop"  # drop | shrink
     max_rows: int | None = None
+    max_positives: int | None = None
+    max_negatives: int | None = None
+    random_negatives: int = 0
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    video: VideoOptions = field(default_factory=VideoOptions)
     on_bad: str = "error"  # error | skip
+    max_bad_fraction: float = 0.1
     shuffle_labels: bool = False
+
+    def sources(self, split: str) -> tuple[str, ...]:
+        """What `train` or `eval` names, one entry a source."""
+        value = self.train if split == "train" else self.eval
+        if value is None or value == MISSING:
+            return ()
+        return (value,) if isinstance(value, str) else tuple(value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
     """What the model learns to do."""
 
-    name: str = MISSING  # rerank
-    instruction: str = MISSING
+    name: str = MISSING  # rerank | sft | classify
+    instruction: str | None = None  # rerank: what a query is asked with; None = as the family's rerankers are
+    system: str | None = None  # sft, classify: the system message of rows without one
+    classes: list[str] = field(default_factory=list)  # classify: names in the order of the head's rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
     """Which loss of the task."""
 
-    name: str = MISSING  # pointwise | listwise
+    name: str = MISSING  # pointwise | listwise | pairwise | distill | cross_entropy | custom
+    form: str = "ranknet"  # pairwise: ranknet | margin; distill: margin_mse | kl
     temperature: float = 1.0
     positive_weight: float = 1.0
+    margin: float = 1.0
+    function: str | None = None  # custom: pkg.mod:function
+    unit: str = "document"  # custom: document | group, what the sum is divided by
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneConfig:
     """What trains: each part is frozen, lora or full."""
 
-    name: str = MISSING  # lora | full
+    name: str = MISSING  # lora | full | qlora
     language: str = "lora"
     vision: str = "frozen"
     projector: str = "frozen"
@@ -83,7 +167,10 @@ class TuneConfig:
     r: int = 8
     lora_alpha: float = 32.0
     lora_dropout: float = 0.0
-    target_modules: str | None = None  # regular expression over module names
+    target_modules: str | None = None  # all-linear | qwen | regular expression over module names
+    use_rslora: bool = False
+    use_dora: bool = False
+    double_quant: bool = True  # qlora: the quantisation constants are quantised too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +181,19 @@ class TrainConfig:
     max_steps: int | None = None
     seed: int = 42
     deterministic: bool = False
+    max_bad_steps: int = 10  # in a row: loss not finite, skipped, or exactly 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """AdamW and its schedule."""
 
+    name: str = "adamw"  # adamw | adamw8bit
     lr: float | None = None  # null = by tuning kind
+    lr_language: float | None = None  # of one part; null = lr
+    lr_vision: float | None = None
+    lr_projector: float | None = None
+    lr_head: float | None = None
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -132,7 +225,8 @@ class ZeroConfig:
 class PrecisionConfig:
     """Number format of the forward and backward pass."""
 
-    name: str = "auto"  # auto | bf16 | fp32
+    name: str = "auto"  # auto | bf16 | fp16 | fp32
+    force: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +273,8 @@ class ClusterConfig:
 class EvalConfig:
     """When the held-out rows are scored, and which number decides."""
 
-    metric: str = "ndcg@10"
+    metric: str = "auto"
+    patience: int | None = None  # evaluations without a new best before training ends
     at_start: bool = True
     every_steps: int | None = 500
 
@@ -194,6 +289,7 @@ class CheckpointConfig:
     keep_last: int = 2
     keep_best: bool = True
     export: bool = True
+    merge: bool = True  # of adapters, when exporting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,6 +383,11 @@ class RunConfig:
     restart: RestartOptions = field(default_factory=RestartOptions)
     notify: NotifyOptions = field(default_factory=NotifyOptions)
 
+    @property
+    def metric(self) -> str:
+        """`eval.metric`, by task when it is auto."""
+        return METRICS_OF_TASK[self.task.name][0] if self.eval.metric == "auto" else self.eval.metric
+
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
@@ -351,7 +452,7 @@ class RunPlan:
     gpu_kind: str | None
     master_addr: str
     master_port: int | None
-    precision: str  # bf16 | fp32
+    precision: str  # bf16 | fp16 | fp32
     precision_reason: str
     attention: str  # flash_attention_3 | flash_attention_2 | varlen | sdpa | reference | auto
     attention_reason: str
@@ -370,6 +471,7 @@ class RunPlan:
     cores: dict[str, tuple[tuple[int, ...], ...]]  # host -> processor numbers by local rank; empty: not bound
     commands: dict[str, tuple[str, ...]]  # host -> argv of its `deepspeed` line
     env_sources: dict[str, str] = field(default_factory=dict)  # variable -> launcher | forwarded | env.file | env.set
+    data: dict[str, Any] = field(default_factory=dict)  # split -> summary of its rows, once they are prepared
     warnings: tuple[str, ...] = ()
 
     @property
@@ -377,40 +479,10 @@ class RunPlan:
         """Ranks of the run."""
         return sum(host.slots for host in self.hosts)
 
-
-def to_data(value: Any) -> Any:
-    """A dataclass value as JSON-ready lists, dictionaries and scalars."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_data(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {str(key): to_data(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_data(item) for item in value]
-    return value
-
-
-def from_data(kind: Any, data: Any) -> Any:
-    """The inverse of `to_data` for a field type or dataclass `kind`; an unknown key is a TypeError."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        hints = typing.get_type_hints(kind)
-        unknown = sorted(set(data) - set(hints))
-        if unknown:
-            raise TypeError(f"{kind.__name__} has no field {', '.join(unknown)}")
-        return kind(**{key: from_data(hints[key], item) for key, item in data.items()})
-    if origin in (typing.Union, types.UnionType):
-        if data is None:
-            return None
-        return from_data(next(a for a in args if a is not type(None)), data)
-    if origin is tuple:
-        return tuple(from_data(args[0], item) for item in data)
-    if origin is dict:
-        return {key: from_data(args[1], item) for key, item in data.items()}
-    if origin is list:
-        return [from_data(args[0], item) for item in data]
-    if kind is float and isinstance(data, int) and not isinstance(data, bool):
-        return float(data)
-    return data
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """Relative speed of each rank: its host's weight, 1 where none is given."""
+        return tuple(1.0 if host.weight is None else host.weight for host in self.hosts for _ in host.gpus)
 
 
 def plan_to_json(plan: RunPlan) -> str:

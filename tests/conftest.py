@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,6 +25,8 @@ FOREIGN = ("CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WO
 FOREIGN_PREFIXES = ("DS_ENV_FILE", "MASTER_", "SLURM_", "NCCL_", "TORCHELASTIC_", "HYDRA_", "LAUNCHER_")
 KEPT = ("NCCL_NVLS_ENABLE",)  # says what the machine's NVLink can do, not what a run should
 
+CACHE = pytest.StashKey["tempfile.TemporaryDirectory[str]"]()
+
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -33,6 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
         if (name in FOREIGN or name.startswith(FOREIGN_PREFIXES)) and name not in KEPT:
             del os.environ[name]
     os.environ["HF_HUB_OFFLINE"] = "1"
+    # What runs prepare is kept between them; the user's own cache is none of ours.
+    os.environ["XDG_CACHE_HOME"] = config.stash.setdefault(CACHE, tempfile.TemporaryDirectory(prefix="cache-")).name
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every child compiles the package anew
     signal.signal(signal.SIGINT, signal.default_int_handler)  # where pytest runs in the background it is ignored
     # Children find the package from any folder, installed or not, and then what this process finds.

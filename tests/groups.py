@@ -7,7 +7,7 @@ import io
 import numpy as np
 import PIL.Image
 
-from launcher.training.formats import Content, Group, Image
+from launcher.training.rows import Content, Group, Image
 
 
 def picture(seed: int, width: int = 64, height: int = 64) -> Image:

@@ -154,6 +154,16 @@ PHASES = phases(
 )
 
 
+DATA = {
+    "rows": 3200,
+    "bad": {"no positives": 2, "not JSON": 1},
+    "images": 7,
+    "videos": 0,
+    "modality": {"queries": {"text": 3200, "image": 0, "video": 0, "mixed": 0}, "documents": {"image": 5, "mixed": 9}},
+    "lengths": {"too_long": 4, "cut": 11, "tokens": 123456, "histogram": [[96, 128, 3000], [128, 192, 200]]},
+}
+
+
 def make_run(folder: Path, *words: str, steps: int = 200, plan: RunPlan | None = None) -> RunDir:
     """A run that is done: 200 steps, three evaluations, two checkpoints, a warning, a profile, a monitor."""
     run = RunDir(folder)
@@ -167,6 +177,7 @@ def make_run(folder: Path, *words: str, steps: int = 200, plan: RunPlan | None =
     run.env.write_text("HF_TOKEN=***\nNCCL_DEBUG=INFO\n")
     write_json(run.environment, {"launcher": "0.1.0", "python": "3.11.9", "torch": "2.9.1"})
     write_json(folder / "bad_rows.json", [{"where": "train.jsonl:7", "reason": "no positive document"}])
+    write_json(run.data, {"train": DATA, "eval": {**DATA, "rows": 12}})
     evals = [eval_line(0, 0.41), eval_line(100, 0.77), eval_line(200, 0.74)]
     lines = [step_line(step) for step in range(1, steps + 1)]
     write_lines(run.metrics, sorted([*lines, *(e for e in evals if e["step"] <= steps)], key=lambda line: line["time"]))

@@ -114,7 +114,13 @@ def three(folder, two) -> dict:
 
 @pytest.mark.parametrize(
     "case",
-    [*(f"stage{s}-fp32" for s in range(4)), *(f"stage{s}-bf16" for s in range(1, 4)), "dropout", "two_groups"],
+    [
+        *(f"stage{s}-fp32" for s in range(4)),
+        *(f"stage{s}-bf16" for s in range(1, 4)),
+        "dropout",
+        "two_groups",
+        "stage2-groups",
+    ],
 )
 def test_resume_equals_the_unbroken_run(two, case):
     result = two[case]
@@ -154,6 +160,14 @@ def test_full_weights_have_every_parameter_whole(two):
 def test_resume_in_another_stage(two, source, target):
     expected = two[f"stage{source}-fp32"]["expected"]
     assert two[f"stage{source}-to-stage{target}"] == pytest.approx(expected, rel=0, abs=1e-6)
+
+
+def test_groups_of_parameters_resume_anywhere(two, three):
+    expected = {name: two[name]["expected"] for name in ("two_groups", "stage2-groups")}
+    assert expected["two_groups"] != two["stage3-fp32"]["expected"]
+    assert two["two_groups-to-stage1"] == pytest.approx(expected["two_groups"], rel=0, abs=1e-6)
+    assert two["stage2-groups-to-stage3"] == pytest.approx(expected["stage2-groups"], rel=0, abs=1e-6)
+    assert three["groups-3-ranks"] == pytest.approx(expected["two_groups"], rel=0, abs=1e-6)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

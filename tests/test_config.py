@@ -275,7 +275,9 @@ def shipped() -> list[str]:
 @pytest.mark.parametrize("word", shipped())
 def test_every_shipped_option_composes(word: str) -> None:
     needed = {"dataset=jsonl": ["dataset.train=t.jsonl"], "model=local": ["model.path=m"]}
-    needed["experiment=reranker_lora"] = ["dataset.train=t.jsonl"]
+    needed |= {one: ["dataset.train=t.jsonl"] for one in shipped() if one.startswith("experiment=")}
+    needed["experiment=digits"] = []
+    needed["loss=custom"] = ["loss.function=ours:loss"]
     model = [] if word.startswith(("model=", "experiment=")) else ["model=tiny"]
     config = read_config([word, *model, *needed.get(word, [])]).config
     group, _, option = word.partition("=")

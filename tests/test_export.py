@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,15 @@ from safetensors.torch import load_file, save_file
 
 from launcher.errors import ConfigError
 from launcher.rundir import RunDir
-from launcher.training import processors
+from launcher.running.trained import find_target, usable_plan
+from launcher.training import adapters, finished, processors
 from launcher.training.batching import collate, make_units
 from launcher.training.encoding import make_encoder
 from launcher.training.engine import build_scorer
 from launcher.training.export import checkpoint_to_export, export_from_checkpoint, verify_export
-from launcher.training.formats import Group, Image
+from launcher.training.golden import Exported, NotLoadable
 from launcher.training.pixels import Pixels
+from launcher.training.rows import Group, Image
 from tests.groups import GROUPS
 from tests.tiny import INSTRUCTION, tiny_plan
 
@@ -32,6 +36,7 @@ CASES = {
     "full, untied": (FULL, False),
     "lora, tied": (LORA, True),
     "lora and head, untied": ({**LORA, "head": "full"}, False),
+    "dora, rank-stabilised, tied": ({**LORA, "use_dora": True, "use_rslora": True}, True),
 }
 
 
@@ -59,8 +64,8 @@ def trained(plan: Any, folder: Path) -> Any:
 def packed_scores(plan: Any, scorer: Any, groups: list[Group]) -> torch.Tensor:
     processor = processors.load_processor(plan)
     encoded = [make_encoder(plan, processor).encode(group) for group in groups]
-    pixels = Pixels(processor.image_processor)
-    needed = {slot.key: pixels.rows(slot) for e in encoded for p in e.prompts for slot in p.images}
+    pixels = Pixels(processor)
+    needed = {slot.key: pixels.rows(slot) for e in encoded for p in e.prompts for slot in p.media}
     with torch.no_grad():
         return scorer(collate(encoded, make_units(encoded, plan.cost, 8192, splittable=False), needed, padded=True))
 
@@ -112,7 +117,7 @@ def test_the_export_scores_as_the_trained_model(tmp_path, case):
     torch.testing.assert_close(exported_scores(out, groups), expected, atol=1e-5, rtol=1e-5)
 
     config = json.loads((out / "config.json").read_text())
-    still_tied = case == "lora, tied"
+    still_tied = case in ("lora, tied", "dora, rank-stabilised, tied")
     assert config["tie_word_embeddings"] is still_tied
     assert config["text_config"]["tie_word_embeddings"] is still_tied
     assert config["architectures"] == ["Qwen3VLForConditionalGeneration"]
@@ -120,6 +125,73 @@ def test_the_export_scores_as_the_trained_model(tmp_path, case):
     assert json.loads((out / "launcher.json").read_text())["instruction"] == INSTRUCTION
     assert not [file.name for file in tmp_path.iterdir() if file.name.startswith(".")]
     assert {file.stat().st_mode & 0o777 for file in out.glob("*.*")} == {out.stat().st_mode & 0o666}
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_an_adapter_alone_scores_as_the_trained_model_on_its_base(tmp_path, dora):
+    """peft loads it, the parts that trained whole included; so does a process that scores with it."""
+    base = tmp_path / "base"
+    first = make_plan(tmp_path, {"language": "frozen", "vision": "frozen", "projector": "frozen"}, True)
+    processor = processors.load_processor(first)
+    build_scorer(first, processor, torch.device("cpu")).model.save_pretrained(base)
+    processor.save_pretrained(base)
+    (base / "LICENSE").write_text("do as you like")
+    plan = make_plan(tmp_path, {**LORA, "use_dora": dora}, True)
+    model = replace(plan.config.model, path=str(base), weights="pretrained")
+    checkpoint = replace(plan.config.checkpoint, merge=False)
+    plan = replace(plan, config=replace(plan.config, model=model, checkpoint=checkpoint))
+    scorer = trained(plan, tmp_path / "step-000007")
+    expected = packed_scores(plan, scorer, GROUPS["image documents"])
+
+    out = export_from_checkpoint(plan, tmp_path / "step-000007", tmp_path / "export")
+    settings = json.loads((out / "adapter_config.json").read_text())
+    assert settings["r"] == 4
+    assert "model.visual.merger.linear_fc1" in settings["modules_to_save"]
+    saved = load_file(out / "adapter_model.safetensors")
+    name = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_B.weight"
+    assert saved[name].shape == (128, 4)
+    assert not any("language_model" in key and ".lora_" not in key for key in saved)  # what is frozen stays in the base
+    loaded = Exported(out)
+    scores = [
+        loaded.logit(with_data(group.query), with_data(document), None)
+        for group in GROUPS["image documents"]
+        for document in group.documents
+    ]
+    assert scores == pytest.approx(expected.tolist(), abs=1e-5)
+    target = find_target(str(out), "runs")
+    again = finished.load(usable_plan(target, [], "cpu"), out)
+    torch.testing.assert_close(packed_scores(plan, again.scorer, GROUPS["image documents"]), expected)
+
+    merged = replace(plan, config=replace(plan.config, checkpoint=replace(checkpoint, merge=True)))
+    whole = export_from_checkpoint(merged, tmp_path / "step-000007", tmp_path / "merged")
+    assert (whole / "LICENSE").read_text() == "do as you like"
+    torch.testing.assert_close(exported_scores(whole, GROUPS["image documents"]), expected, atol=1e-5, rtol=1e-5)
+
+
+def with_data(content: Any) -> list[dict[str, str]]:
+    """Content as golden.json has it."""
+    return [
+        {"type": "image", "image": "data:image/png;base64," + base64.b64encode(part.data).decode()}
+        if isinstance(part, Image)
+        else {"type": "text", "text": part}
+        for part in content
+    ]
+
+
+def test_an_adapter_that_changes_nothing_or_fits_nothing_is_refused(tmp_path):
+    plan = make_plan(tmp_path, {**LORA, "head": "full"}, True)
+    alone = replace(plan, config=replace(plan.config, checkpoint=replace(plan.config.checkpoint, merge=False)))
+    with pytest.raises(ConfigError) as refused:
+        export_from_checkpoint(alone, tmp_path / "step-000007", tmp_path / "export")
+    assert len(refused.value.problems) == 2  # the head, and a base that nobody has
+    assert not list(tmp_path.iterdir())
+    model = replace(alone.config.model, weights="pretrained", path="base")
+    alone = replace(alone, config=replace(alone.config, model=model))
+    name = "model.base_model.model.model.language_model.layers.0.mlp.up_proj.lora_{}.default.weight"
+    for b, why in ((torch.zeros(8, 4), "every lora_B is zero"), (torch.empty(0), "was not saved whole")):
+        masters = [(name.format("A"), torch.ones(4, 6)), (name.format("B"), b)]
+        with pytest.raises(RuntimeError, match=why):
+            adapters.write(alone, masters, tmp_path)
 
 
 def test_a_folder_that_would_not_load_is_refused(tmp_path):
@@ -131,7 +203,7 @@ def test_a_folder_that_would_not_load_is_refused(tmp_path):
     for tensor in (None, torch.zeros(0), torch.zeros(3, 3)):
         changed = {key: value for key, value in whole.items() if key != name}
         save_file(changed if tensor is None else {**changed, name: tensor}, out / "model.safetensors")
-        with pytest.raises(RuntimeError, match=r"1 tensors differ, the first is .*q_proj"):
+        with pytest.raises(NotLoadable, match=r"1 (missing|mismatched) keys, the first is .*q_proj"):
             verify_export(out)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from launcher.errors import ConfigError
+from launcher.hubs import local_folder, model_source
 from launcher.running import download
+from launcher.spec import ModelConfig
 from tests.cluster import Cluster
 from tests.test_files import ROOT, carrier, files_of, on
 
@@ -212,6 +216,64 @@ def test_files_of_this_machine_go_to_hosts_that_lack_them(hub: Hub, tmp_path: Pa
     code, text = hub.fetch(["n1", "n2"], work, config=config)
     assert code == 0, text
     assert on(n2, "wc", "-l", work / "train.jsonl").split()[0] == "2"  # we had put it there
+
+
+def test_a_data_set_of_a_hub_is_fetched_whole_by_each_file_system(hub: Hub) -> None:
+    home = hub.cluster.private / "hf"
+    data = {"name": "jsonl", "format": "auto", "train": "org/tiny"}
+    model = {**MODEL, "weights": "random"}
+    env = {"HF_HUB_OFFLINE": "0"}
+    code, text = hub.fetch(["n1", "n2"], home, config={"model": model, "dataset": data}, env=env)
+    assert code == 0, text
+    snapshot = home / "hub" / "datasets--org--tiny" / "snapshots" / COMMIT
+    for host in hub.cluster.hosts[:2]:
+        assert set(on(host, "ls", snapshot).split()) == set(REPO), "pytorch_model.bin too: any file may be data"
+    asked = len(hub.asked())
+    assert hub.fetch(["n1", "n2"], home, config={"model": model, "dataset": data}, env=env)[0] == 0
+    assert len(hub.asked()) == asked, "nobody is asked for what is there"
+    code, text = hub.fetch(["n1"], home, config={"model": model, "dataset": {**data, "train": "org/wrong"}}, env=env)
+    assert code == 3 and "org/wrong" in text and "dataset.train=FILE or FOLDER" in text
+
+
+def test_what_modelscope_gives_lies_beside_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its package is stood in for: it asks a server of its own that no test can be."""
+    package = tmp_path / "site" / "modelscope" / "hub"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (package / "snapshot_download.py").write_text(
+        "from pathlib import Path\n"
+        "def snapshot_download(name, local_dir): Path(local_dir, 'config.json').write_text(name)\n"
+        "def dataset_snapshot_download(name, local_dir): Path(local_dir, 'rows.jsonl').write_text(name)\n"
+    )
+    monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "cache"))
+    order = {"repo": "org/name", "source": "modelscope", "kind": "datasets", "commit": "master", "env": {}}
+    assert local_folder("org/name", "modelscope", "datasets") is None
+
+    def carry_out(*what: str, site: Path) -> list[dict[str, Any]]:
+        orders = "".join(json.dumps({**order, "do": do}) + "\n" for do in what)
+        env = {**os.environ, "PYTHONPATH": str(site)}
+        argv = [sys.executable, "-c", "from launcher.running.download import main; main()"]
+        # Standard input stays open: the program ends when nobody listens.
+        with subprocess.Popen(argv, env=env, cwd=ROOT, stdin=-1, stdout=-1, text=True) as process:
+            process.stdin.write(orders + '{"do": "end"}\n')
+            process.stdin.flush()
+            return [event for line in process.stdout if (event := json.loads(line))["event"] != "progress"]
+
+    refused = carry_out("find", "download", site=tmp_path)
+    assert not refused[0]["whole"] and "pip install modelscope" in refused[1]["text"]
+    found = carry_out("resolve", "download", "find", "files", site=tmp_path / "site")
+    assert [event["event"] for event in found] == ["resolve", "download", "find", "files"]
+    assert found[2]["whole"] and found[3]["blobs"] == {"rows.jsonl": len("org/name")}
+    folder = local_folder("org/name", "modelscope", "datasets")
+    assert folder is not None and (folder / "rows.jsonl").read_text() == "org/name"
+    order["kind"] = "models"
+    carry_out("download", site=tmp_path / "site")
+    assert model_source(ModelConfig(repo="org/name", source="modelscope")) == found[2]["folder"].replace(
+        "datasets", "models"
+    )
+    with pytest.raises(ConfigError, match="org/other of ModelScope is not on this machine"):
+        model_source(ModelConfig(repo="org/other", source="modelscope"))
 
 
 def test_the_verb(hub: Hub) -> None:

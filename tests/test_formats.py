@@ -11,8 +11,11 @@ import pytest
 from PIL import Image as Pillow
 
 from launcher.errors import ConfigError
+from launcher.planning.checks import FORMATS
 from launcher.spec import DatasetConfig, LossConfig, RunConfig
-from launcher.training.formats import BadRow, Group, Image, read_groups, read_split
+from launcher.training.detect import PARSERS
+from launcher.training.formats import BadRow, read_groups, read_split
+from launcher.training.rows import Group, Image
 
 CASES = Path(__file__).parent / "cases" / "data"
 
@@ -59,7 +62,7 @@ def test_native_row(folder: Path) -> None:
             where=f"{folder}/rows.jsonl:1",
             instruction="Find it.",
             query=(Image(rgb, min_pixels=1024), "a", "b"),
-            documents=((Image(rgb), Image(rgba)), ("<image> <|image_pad|>",), ("NULL",), (Image(rgb), "x")),
+            documents=((Image(rgb), Image(rgba)), ("<image> <|image_pad|>",), (), (Image(rgb), "x")),
             labels=(1.0, 0.0, 0.0, 0.0),
         )
     ]
@@ -72,10 +75,18 @@ def test_published_object_with_labels(folder: Path) -> None:
     assert bad == []
 
 
-@pytest.mark.parametrize("label", [0.7, "no", -1, None])
-def test_labels_other_than_0_and_1_are_refused(folder: Path, label: Any) -> None:
+@pytest.mark.parametrize("label", [-1, None, "maybe", [1], ""])
+def test_labels_that_are_no_relevance_are_refused(folder: Path, label: Any) -> None:
     _, bad = read_rows(folder, {"query": "q", "documents": ["p", "n"], "labels": [1, label]})
     assert [row.kind for row in bad] == ["wrong label"]
+
+
+@pytest.mark.parametrize(
+    ("label", "value"), [(0.7, 0.7), ("no", 0.0), (False, 0.0), ("Yes", 1.0), ("2", 2.0), (3, 3.0)]
+)
+def test_labels_are_truth_values_words_and_grades(folder: Path, label: Any, value: float) -> None:
+    groups, bad = read_rows(folder, {"query": "q", "documents": ["a", "b"], "labels": [1, label]})
+    assert (groups[0].labels, bad) == ((1.0, value), [])
 
 
 def test_swift_row(folder: Path) -> None:
@@ -136,7 +147,6 @@ def test_swift_tags_must_match_images(folder: Path) -> None:
         ("comment_line", 1, "not JSON: Expecting value at column 1; JSON has no comments"),
         ("duplicate_key", 1, 'duplicate key: "query"'),
         ("nan_score", 1, "not a number: NaN"),
-        ("array_not_lines", 1, "JSON array: "),
     ],
 )
 def test_a_line_that_is_not_strict_json_is_named(name: str, line: int, reason: str) -> None:
@@ -172,12 +182,14 @@ def test_text_stays_as_written() -> None:
     assert all(row.kind == "unknown format" and '"positives"' in row.reason for row in bad)
 
 
-def test_a_number_is_not_text(folder: Path) -> None:
-    groups, bad = read_rows(folder, {"query": "what is pi", "positives": "p"}, {"query": 314159, "positives": "p"})
-    assert len(groups) == 1
-    assert bad == [
-        BadRow(f"{folder}/rows.jsonl:2", "2", 'wrong type: "query" must be text or an object, not the number 314159')
-    ]
+def test_a_whole_number_is_its_digits_and_another_is_no_text(folder: Path) -> None:
+    rows = [{"query": query, "positives": "p"} for query in ("what is pi", 314159, 3.1, True)]
+    groups, bad = read_rows(folder, *rows)
+    assert [group.query for group in groups] == [("what is pi",), ("314159",)]
+    assert bad[0] == BadRow(
+        f"{folder}/rows.jsonl:3", "3", 'wrong type: "query" must be text or an object, not the number 3.1'
+    )
+    assert len(bad) == 2
 
 
 def test_one_or_many_or_none() -> None:
@@ -235,9 +247,15 @@ def test_reranker_rows(folder: Path) -> None:
         "positive_missing": "no positives",
         "no_negative": "no negatives",
         "same_doc_both_sides": "document both positive and negative",
-        **dict.fromkeys(("label_float", "label_bool", "label_text", "label_minus1"), "unknown format"),
+        "label_minus1": "wrong label",
     }
-    assert by_id["empty_query"].query == by_id["empty_doc"].documents[0] == ("NULL",)
+    # Rows of one judged document each are one group: a soft label, and words for a label.
+    assert (by_id["label_float"].documents, by_id["label_float"].labels) == (
+        (("a red square",), ("a cat",)),
+        (0.7, 0.0),
+    )
+    assert by_id["label_float"].repeats == 1 and not {"label_bool", "label_text"} & by_id.keys()
+    assert by_id["empty_query"].query == by_id["empty_doc"].documents[0] == ()
     assert by_id["space_doc"].documents[0] == ("   \n",)
     assert (len(by_id["duplicate_negatives"].documents), by_id["duplicate_negatives"].repeats) == (2, 2)
     assert by_id["three_positives"].labels == (1.0, 1.0, 1.0, 0.0)
@@ -251,7 +269,7 @@ def test_reranker_rows(folder: Path) -> None:
         ({"query": "q", "positives": "p", "images": ["rgb.png"]}, "unknown key: images"),
         ({"query": "q", "positives": "p", "pos_scores": [1.0]}, "unknown key: pos_scores"),
         ({"query": {"txt": "q"}, "positives": "p"}, "unknown key: txt"),
-        ({"query": {"text": 1}, "positives": "p"}, 'wrong type: a text in "query"'),
+        ({"query": {"text": 1.5}, "positives": "p"}, 'wrong type: a text in "query"'),
         ({"query": "q", "positives": [None]}, 'wrong type: "positives"'),
         ({"query": None, "positives": "p"}, "no query"),
         ({"query": {"image": 3}, "positives": "p"}, 'wrong type: an image in "query"'),
@@ -260,7 +278,7 @@ def test_reranker_rows(folder: Path) -> None:
         ({"messages": "q", "positive_messages": []}, "wrong type: messages"),
         ({"messages": [{"role": "user", "content": ["q"]}]}, 'wrong type: "content" in messages'),
         ({"positive_messages": [[{"role": "user", "content": "p"}]]}, "no messages"),
-        ({"messages": [{"role": "user", "content": "q"}], "videos": ["v.mp4"]}, "unknown key: videos"),
+        ({"messages": [{"role": "user", "content": "q"}], "audios": ["v.mp3"]}, "unknown key: audios"),
         ({"query": "q", "positives": "p", "negatves": ["n"]}, "unknown key: negatves; did you mean negatives?"),
         ({"query": "q", "positives": "p", "hard_negatives": ["n"]}, "unknown key: hard_negatives; did you mean neg"),
     ],
@@ -305,9 +323,80 @@ def test_evaluation_keeps_its_labels_and_needs_negatives(folder: Path) -> None:
     assert read_split(RunConfig(dataset=DatasetConfig(name="jsonl", train=str(path))), "eval") == ([], [])
 
 
-@pytest.mark.parametrize("value", [None, "", "missing.jsonl", "."])
-def test_a_file_that_is_not_there_is_a_config_error(folder: Path, monkeypatch: pytest.MonkeyPatch, value: Any) -> None:
+@pytest.mark.parametrize("value", [None, "", "missing.jsonl", ".", "rgb.png", "missing/folder/x"])
+def test_a_source_that_is_not_there_is_a_config_error(folder: Path, monkeypatch: Any, value: Any) -> None:
     monkeypatch.chdir(folder)
-    with pytest.raises(ConfigError, match=r"dataset\.train") as caught:
+    with pytest.raises(ConfigError, match=r"dataset\.train|no data file") as caught:
         read_groups(DatasetConfig(name="jsonl", train=value), "train", seed=1)
-    assert caught.value.problems[0].tries == ("dataset.train=FILE.jsonl",)
+    assert caught.value.problems[0].tries[0].startswith("dataset.train=FILE")
+
+
+def test_the_same_document_on_both_sides_is_dropped_with_a_count(folder: Path) -> None:
+    row = {"query": "q", "positives": ["a", "b"], "negatives": ["a", "c", "c"]}
+    groups, bad = read_rows(folder, row, {**row, "positives": "a"}, on_bad="skip")
+    assert [(g.documents, g.labels) for g in groups] == [((("b",), ("c",)), (1.0, 0.0))]
+    assert (groups[0].repeats, groups[0].contradictory) == (1, 2)
+    assert [b.kind for b in bad] == ["document both positive and negative"], "a row without a positive is left"
+    assert len(read_rows(folder, row)[1]) == 1, "with on_bad=error it stops the run"
+
+
+def test_twelve_thousand_rows_without_images_and_then_one_with(folder: Path) -> None:
+    rows = [{"query": "q", "positives": "p", "images": None}] * 12000
+    groups, bad = read_rows(folder, *rows, {"query": {"text": "q", "images": ["rgb.png"]}, "positives": "p"})
+    assert (len(groups), bad) == (12001, [])
+    assert groups[-1].query[0] == Image(str(folder / "rgb.png"))
+
+
+def test_a_row_of_no_known_form_is_told_its_keys_and_a_right_row(folder: Path) -> None:
+    _, bad = read_rows(folder, {"question": "q", "answer": "a"})
+    assert bad[0].reason == (
+        'unknown format: its keys are answer, question; a row looks like {"query": "...", "positives": ["..."], '
+        '"negatives": ["..."]}, or dataset.format names its form, or dataset.columns its keys'
+    )
+
+
+def test_columns_are_renamed(folder: Path) -> None:
+    row = {"question": "q", "answer": "a", "wrong": ["b"]}
+    columns = {"query": "question", "positives": "answer", "negatives": "wrong"}
+    groups, bad = read_rows(
+        folder, row, {"query": "q", "positives": "a", "wrong": "b"}, {"question": "q"}, columns=columns
+    )
+    assert [group.documents for group in groups] == [(("a",), ("b",))] * 2
+    assert bad[0].reason == "no column answer for dataset.columns.positives; its keys are question"
+
+
+def test_pixel_limits_of_the_data_set_are_for_images_without_their_own(folder: Path) -> None:
+    row = {"query": {"image": "rgb.png", "max_pixels": 99}, "positives": [{"image": "rgb.png"}]}
+    groups, _ = read_rows(folder, row, min_pixels=10, max_pixels=1000)
+    path = str(folder / "rgb.png")
+    assert groups[0].query == (Image(path, min_pixels=10, max_pixels=99),)
+    assert groups[0].documents == ((Image(path, min_pixels=10, max_pixels=1000),),)
+
+
+def test_random_negatives_may_come_for_rows_that_bring_none(folder: Path) -> None:
+    row = {"query": "q", "positives": "p"}
+    assert [bad.reason for bad in read_rows(folder, row, need_negatives=True)[1]] == ["no negatives"]
+    assert read_rows(folder, row, need_negatives=True, random_negatives=4)[1] == []
+
+
+def test_an_own_function_turns_rows_into_a_known_form(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "own_rows.py").write_text(
+        "def turn(row):\n"
+        "    if row['n'] == 1: return None\n"
+        "    if row['n'] == 2: return [1]\n"
+        "    return {'id': row['n'], 'query': row['a'], 'pos': [row['b']], 'neg': ['c'][: 1 // row['n']]}\n"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+    rows = [{"n": n, "a": "q", "b": "p"} for n in (3, 1, 2, 0)]
+    groups, bad = read_rows(folder, *rows, format="own_rows:turn")
+    assert [(g.id, g.query, g.documents) for g in groups] == [("3", ("q",), (("p",),))]
+    assert [b.reason for b in bad] == [
+        "wrong type: own_rows:turn must return a dictionary or None, not a list [1]",
+        "own_rows:turn raised ZeroDivisionError: integer division or modulo by zero",
+    ]
+    with pytest.raises(ConfigError, match="own_rows:nothing"):
+        read_rows(folder, *rows, format="own_rows:nothing")
+
+
+def test_names_of_formats_are_those_that_a_configuration_may_have() -> None:
+    assert {*PARSERS, "auto", "digits"} == set(FORMATS)

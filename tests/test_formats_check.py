@@ -11,20 +11,27 @@ from typing import Any
 import pytest
 from PIL import Image as Pillow
 
-from launcher.errors import ConfigError
-from launcher.spec import BatchConfig, DatasetConfig, LossConfig, RunConfig
-from launcher.training.check import main, usable_groups
+from launcher.spec import BatchConfig, DatasetConfig, LossConfig, RunConfig, TaskConfig
+from launcher.training.check import main
+from launcher.training.prepare import problems_of, read_rows
 from tests.tiny import tiny_plan
 
 
 class Plan:
-    """The two fields of a plan that the check reads."""
+    """The fields of a plan that the check reads."""
+
+    run_id = "test"
 
     def __init__(self, run_dir: Path, **dataset: Any) -> None:
         self.run_dir = str(run_dir)
         options = {"name": "jsonl"} | dataset
         loss = LossConfig(name="listwise")
-        self.config = RunConfig(dataset=DatasetConfig(**options), loss=loss, batch=BatchConfig(global_size=2))
+        self.config = RunConfig(
+            dataset=DatasetConfig(**options),
+            task=TaskConfig(name="rerank"),
+            loss=loss,
+            batch=BatchConfig(global_size=2),
+        )
 
 
 @pytest.fixture
@@ -56,41 +63,61 @@ def test_bad_rows_stop_the_run(rows: Path, tmp_path: Path, capsys: pytest.Captur
     assert f"{rows}:7  id alone  no negatives" in err
     assert f"{rows}:8  id 8  not JSON: " in err
     assert "     try  dataset.on_bad=skip" in err
-    with pytest.raises(ConfigError):
-        usable_groups(plan, "train")
+    store = read_rows(plan, "train")
+    assert store is not None and problems_of(plan.config, "train", store)
 
 
 def test_bad_rows_are_skipped_and_counted(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan: Any = Plan(tmp_path, train=str(rows), eval=str(rows), on_bad="skip")
+    plan: Any = Plan(tmp_path, train=str(rows), eval=str(rows), on_bad="skip", max_bad_fraction=0.5)
     assert main(plan) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert out.splitlines()[0] == (
-        "train   4 rows, 8 documents, 1 distinct image, 4 repeated documents dropped, "
-        "4 bad rows (2 unreadable image, 1 no negatives, 1 not JSON)"
-    )
-    assert [group.id for group in usable_groups(plan, "train")] == [f"good{i}" for i in range(4)]
+    assert out.splitlines()[:5] == [
+        "train   4 rows, 8 documents, 3 distinct images, 4 repeated documents dropped, 4 bad rows",
+        "        bad rows                    first in",
+        f"               2  unreadable image  {rows}:5",
+        f"               1  no negatives      {rows}:7",
+        f"               1  not JSON          {rows}:8",
+    ]
+    assert [row.id for row in read_rows(plan, "train") or ()] == [f"good{i}" for i in range(4)]
     listed = json.loads((tmp_path / "bad_rows.json").read_text())
     assert [(row["split"], row["id"]) for row in listed if row["split"] == "eval"] == [
         ("eval", name) for name in ("alone", "8", "cut", "strip")
     ]
 
 
+def test_too_many_bad_rows_stop_a_run_that_skips_them(
+    rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan: Any = Plan(tmp_path, train=str(rows), on_bad="skip", max_bad_fraction=0.4)
+    assert main(plan) == 2
+    err = capsys.readouterr().err
+    assert "4 of 8 rows of dataset.train are left out (50.0 %), and dataset.max_bad_fraction=0.4:" in err
+    assert "\n           2  unreadable image\n" in err
+    assert "     try  dataset.max_bad_fraction=0.5" in err
+
+
 def test_lengths_leave_out_what_the_data_check_left_out(
     rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without a run folder no list of bad rows is written; a strip or a cut picture must not stop the count."""
-    data = {"train": str(rows), "max_length": 100, "on_bad": "skip"}
+    data = {"train": str(rows), "max_length": 100, "on_bad": "skip", "max_bad_fraction": 0.5}
     long = json.dumps({"id": "long", "query": "word " * 200, "positives": ["p"], "negatives": ["n"]})
     cut = json.dumps({"id": "cut", "query": "q", "positives": ["word " * 200], "negatives": ["n"]})
     rows.write_text(f"{rows.read_text()}\n{long}\n{cut}\n")
     assert main(tiny_plan(tmp_path / "absent", dataset=data), lengths=True) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert "4 bad rows (2 unreadable image, 1 no negatives, 1 not JSON)" in out.splitlines()[0]
-    assert out.splitlines()[2:] == [
-        "        1 document cut to fit dataset.max_length=100",
+    assert out.splitlines()[0].endswith("4 bad rows")
+    shown = out.splitlines()[out.splitlines().index("        1 document cut to fit dataset.max_length=100") + 1 :]
+    assert shown == [
         "        1 row too long: long",
+        "                   text  image  video  mixed",
+        "        queries       6      0      0      0",
+        "        documents     8      4      0      0",
+        "        tokens  rows",
+        "         64-95     4  ########################################",
+        "        96-127     1  ##########",
     ]
 
 
@@ -117,12 +144,14 @@ def test_many_bad_rows_are_counted_and_twenty_shown(tmp_path: Path, capsys: pyte
 
 def test_the_check_needs_no_torch() -> None:
     code = (
-        "import sys; import launcher.training.check as check; from launcher.training.digits import read_digits; "
-        "groups = read_digits('eval', seed=1); check._check_images(groups, []); "
+        "import sys; from launcher.spec import DatasetConfig, RunConfig; "
+        "from launcher.training.check import check_data; "
+        "config = RunConfig(dataset=DatasetConfig(name='digits', format='digits', max_rows=5)); "
+        "assert check_data(type('Plan', (), {'run_id': 'x', 'run_dir': '/none', 'config': config})); "
         "print([name for name in ('torch', 'transformers', 'deepspeed') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_digits_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

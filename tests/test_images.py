@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +15,12 @@ import numpy as np
 import pytest
 from PIL import Image as Pillow
 
-from launcher.training.formats import Image
-from launcher.training.images import ImageError, check_image, image_size, open_image, patchify, smart_resize
+from launcher.training import processors
+from launcher.training.images import ImageError, check_image, image_size, open_image, smart_resize
+from launcher.training.media import media_rule
+from launcher.training.pixels import patchify
+from launcher.training.rows import Image
+from tests.tiny import tiny_plan
 
 RESIZE_CASES = json.loads((Path(__file__).parent / "cases" / "images" / "smart_resize.json").read_text())["cases"]
 
@@ -103,6 +110,7 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
     assert whole is not None
     contents = {
         "truncated.jpg": (whole[: len(whole) // 2], "image file is truncated"),
+        "cut_by_10_bytes.jpg": (whole[:-10], "image file is truncated"),
         "empty.jpg": (b"", "not an image that Pillow can read"),
         "html.jpg": (b"<html><body>404</body></html>", "not an image that Pillow can read"),
     }
@@ -131,7 +139,96 @@ def test_bombs_are_refused_from_their_header() -> None:
         image_size(image)
 
 
-@pytest.mark.parametrize(("size", "good"), [((200, 1), True), ((3, 600), True), ((201, 1), False), ((1, 1), True)])
+LOADS_LARGE = """
+import resource, sys
+from launcher.training.images import open_image
+from launcher.training.rows import Image
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+picture = open_image(Image(sys.argv[1]), (1024, 512))
+print(*picture.size, picture.getpixel((0, 0)), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize(("mode", "format"), [("1", "PNG"), ("CMYK", "JPEG")])
+def test_large_pictures_take_bounded_memory(tmp_path: Path, mode: str, format: str) -> None:
+    """9500 x 9500 px in a few kB: as RGB pixels they would be 271 MB, in Pillow 361, and as much again to resize."""
+    path = tmp_path / "large"
+    Pillow.new(mode, (9500, 9500), 1 if mode == "1" else 0).save(path, format)
+    command = [sys.executable, "-W", "ignore", "-c", LOADS_LARGE, str(path)]
+    width, height, *colour, mib = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert 2048 <= int(width) < 4750 and 1024 <= int(height) < 4750
+    assert "".join(colour) in ("(255,255,255)", "(0,0,0)")
+    assert int(mib) < 200, f"{mib} MiB more"
+    path.write_bytes(path.read_bytes()[:-2000])
+    with pytest.raises(ImageError, match="is truncated"):
+        check_image(Image(str(path)), decode=True)
+
+
+def test_large_pictures_keep_their_colours_and_orientation() -> None:
+    palette = Pillow.new("P", (4200, 4200))
+    palette.putpalette([0, 0, 0, 255, 0, 0])
+    palette.paste(1, (0, 0, 2100, 4200))
+    exif = Pillow.Exif()
+    exif[0x0112] = 6  # the stored left edge is shown at the top
+    image = encoded(palette, "PNG", exif=exif, compress_level=1)
+    picture = open_image(image, (500, 300))
+    assert picture.size == (1050, 1050)  # the fourth part: still twice as wide
+    seen = np.asarray(picture)[..., 0] > 128
+    assert seen[:520].all() and not seen[530:].any()
+    assert open_image(image).size == image_size(image) == (4200, 4200)
+
+
+def test_spans_of_a_file(tmp_path: Path) -> None:
+    """Several pictures one after the other in a file, as prepared data keeps them."""
+    pictures = [encoded(Pillow.new("RGB", (8 + n, 8), (n * 50, 0, 0)), "PNG").data or b"" for n in range(3)]
+    path = tmp_path / "pictures.bin"
+    path.write_bytes(b"".join(pictures))
+    offset = 0
+    for n, data in enumerate(pictures):
+        image = Image(str(path), span=(offset, len(data)))
+        assert image_size(image) == (8 + n, 8) and open_image(image).getpixel((0, 0)) == (n * 50, 0, 0)
+        offset += len(data)
+    with pytest.raises(ImageError, match=f"ends before byte {offset + 10}"):
+        open_image(Image(str(path), span=(offset - 10, 20)))
+
+
+@pytest.mark.parametrize(
+    ("own", "data", "size", "tokens"),
+    [
+        ({}, {}, (1, 1), 1),  # scaled up to the smallest area that the model takes
+        ({"min_pixels": 4096}, {}, (1, 1), 4),
+        ({}, {"min_pixels": 2048}, (32, 32), 4),  # 1,024 px are too few; two a side are the next grid
+        ({}, {}, (640, 640), 4),  # and down to the model's largest
+        ({}, {"max_pixels": 16384}, (640, 640), 16),  # the data set's own wins
+        ({"max_pixels": 65536}, {"max_pixels": 16384}, (640, 640), 64),  # and the picture's over both
+        ({"min_pixels": 16384}, {}, (32, 32), 16),  # also above the model's largest
+        ({"max_pixels": 10 * 1024}, {}, (31, 639), 14),  # a naive resize gives a side of 0 (I08)
+    ],
+)
+def test_pixel_limits(tmp_path: Path, own: dict, data: dict, size: tuple[int, int], tokens: int) -> None:
+    plan = tiny_plan(tmp_path, dataset=data)  # the model's: 1,024 to 4,096
+    rule = media_rule(plan, processors.load_processor(plan))
+    assert rule is not None and rule.factor == 32
+    picture = encoded(Pillow.new("RGB", size), "PNG")
+    _, rows, columns = rule.image(dataclasses.replace(picture, **own))
+    assert rows >= 2 and columns >= 2
+    assert rows * columns // 4 == tokens
+
+
+def test_limits_that_exclude_each_other_are_named(tmp_path: Path) -> None:
+    plan = tiny_plan(tmp_path)
+    rule = media_rule(plan, processors.load_processor(plan))
+    image = encoded(Pillow.new("RGB", (64, 64)), "PNG")
+    assert rule is not None
+    with pytest.raises(ImageError, match="its min_pixels=9000 is above its max_pixels=5000"):
+        rule.image(dataclasses.replace(image, min_pixels=9000, max_pixels=5000))
+
+
+@pytest.mark.parametrize(
+    ("size", "good"),
+    [((200, 1), True), ((3, 600), True), ((201, 1), False), ((1000, 1), False), ((1, 1), True)],
+)
 def test_strips(size: tuple[int, int], good: bool) -> None:
     image = encoded(Pillow.new("RGB", size), "PNG")
     if good:

@@ -124,12 +124,12 @@ def test_equal_or_broken_scores_are_told():
 
 def test_metric_lines_are_strict_json_and_only_of_rank_0(tmp_path):
     run = RunDir(tmp_path)
-    numbers = {"epoch": 0.5, "lr": 1e-4, "queries_per_s": 3.0, "tokens_per_s": 9.0, "step_s": 0.1, "skipped": 0}
-    numbers |= {"micro_steps": 1, "timings": {"forward_s": math.inf}}
+    numbers = {"epoch": 0.5, "lr": 1e-4, "queries_per_s": 3.0, "tokens_per_s": 9.0, "step_s": 0.1}
+    numbers |= {"micro_steps": 1, "skipped": 0, "bad_steps": 0, "timings": {"forward_s": math.inf}}
     run.ranks.mkdir()
     for rank in (0, 1):
         log = MetricLog(run, rank, RankStatus(run.rank(rank), rank, "localhost"))
-        log.step(step=1, total_steps=2, loss=math.nan, grad_norm=None, **numbers)
+        log.step(step=1, total_steps=2, loss=math.nan, grad_norm=None, loss_scale=None, **numbers)
         log.evaluation(step=1, metrics=summarise({0: GOOD}), groups=1)
         log.event("checkpoint", step=1, path="x")
     step, evaluation = (json.loads(line) for line in run.metrics.read_text().splitlines())

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from launcher.errors import ConfigError, Problem
+from launcher.families import FAMILIES
 from launcher.fingerprint import fingerprint
+from launcher.planning.choices import choose_precision
 from launcher.planning.describe import WIDTH, describe
 from launcher.planning.facts import Resume, TextFile
+from launcher.planning.placement import place
 from launcher.planning.plan import make_plan
 from launcher.resources import conf_dir
 from launcher.spec import plan_from_json, plan_to_json
@@ -71,7 +74,7 @@ def test_the_first_line_says_where_hosts_come_from() -> None:
 def test_every_model_plans_on_gpus(model: str) -> None:
     local = {"arch": compose("model=tiny").model.arch} if model == "local" else {}
     words = ("model.path=/m",) if model == "local" else ()
-    made = plan(f"model={model}", "zero=stage3", "nodes=2", *words, **local)
+    made = plan(f"model={model}", "zero=stage3", "nodes=2", "dataset=jsonl", "dataset.train=a", *words, **local)
     assert made.precision == "bf16"
     assert made.world_size == 16
     assert made.batch.max_tokens >= 4096
@@ -89,7 +92,7 @@ def test_hosts_gpus_and_filters() -> None:
     assert [h.name for h in made.hosts] == ["worker-2"]
     assert made.device == "cuda"
     made = plan("cluster.gpu=t4", "gpus=1")
-    assert (made.hosts_assumed, made.gpu_kind, made.precision) == (True, "t4", "fp32")
+    assert (made.hosts_assumed, made.gpu_kind, made.precision) == (True, "t4", "fp16")
     local = plan(hostfile=TextFile(path="h", text="desk slots=3\n"))
     assert (local.device, local.world_size, local.env["OMP_NUM_THREADS"]) == ("cpu", 3, "1")
     assert plan(hostfile=TextFile(path="h", text="desk slots=2\n"), gpus=gpus(2)).gpu_kind == "NVIDIA H200"
@@ -100,11 +103,42 @@ def test_precision_and_attention_have_reasons() -> None:
     assert (made.precision, made.precision_reason) == ("bf16", "NVIDIA H200, compute capability 9.0")
     assert made.attention == "auto"
     made = plan(gpus=gpus(1, "Tesla T4", 14.7, (7, 5)))
-    assert (made.precision, made.precision_reason) == ("fp32", "compute capability 7.5 has no bf16")
+    assert (made.precision, made.precision_reason) == ("fp16", "compute capability 7.5 has no bf16")
+    assert "fp16, dynamic loss scale from 4,096 (compute capability 7.5 has no bf16)" in describe(made)
     made = plan("precision=bf16", "attention=varlen")
     assert (made.precision, made.attention) == ("bf16", "reference")
     assert made.attention_reason == "exact, for CPU: varlen needs a GPU"
     assert plan("attention=sdpa", gpus=gpus(1)).attention == "sdpa"
+
+
+def test_fp16_is_refused_where_it_overflows_or_cannot_run() -> None:
+    config, t4 = compose("model=tiny"), gpus(1, "Tesla T4", 14.7, (7, 5))
+    placement, overflowing = place(config, known(config, gpus=t4)), FAMILIES["qwen2_5_vl"]
+    assert choose_precision(config, placement, overflowing)[0] == "fp32"
+    words = ("model=tiny", "precision=fp16")
+    with pytest.raises(ConfigError, match=r"known to overflow(.|\n)*try  precision=fp32(.|\n)*precision.force=true"):
+        choose_precision(compose(*words), placement, overflowing)
+    assert choose_precision(compose(*words, "precision.force=true"), placement, overflowing)[0] == "fp16"
+    with pytest.raises(ConfigError, match=r"precision=fp16 needs a GPU"):
+        plan(*words)
+    with pytest.raises(ConfigError, match=r"bf16 needs 8.0(.|\n)*try  precision=fp16"):
+        plan("model=tiny", "precision=bf16", gpus=t4)
+    with pytest.raises(ConfigError, match=r"add up gradients in fp16"):
+        plan(*words, "zero=stage0", gpus=t4)
+
+
+def test_parts_have_their_own_rates() -> None:
+    made = plan("model=tiny", "tune=lora", "tune.projector=full", "optim.lr=1e-4", "optim.lr_projector=5e-6")
+    assert "lr 0.0001 language, 5e-06 projector, cosine" in describe(made)
+    with pytest.raises(ConfigError, match=r"optim.lr_vision=1e-5 has no effect with tune.vision=frozen"):
+        compose("model=tiny", "optim.lr_vision=1e-5")
+
+
+def test_patience_needs_evaluations() -> None:
+    with pytest.raises(ConfigError, match="no rows are held out"):
+        plan("model=tiny", *JSONL[:2], "eval.patience=2")
+    with pytest.raises(ConfigError, match="one at the end only"):
+        plan("model=tiny", "eval.patience=2", "eval.every_steps=null")
 
 
 def test_learning_rate_by_what_trains() -> None:
@@ -201,9 +235,32 @@ def test_resume_goes_on_in_its_own_folder() -> None:
         ),
         (("zero=stage0",), {"gpus": gpus(1)}, "zero stage 0 in bf16", "zero=stage1"),
         (("model=tiny", "tune=lora", "tune.lora_dropout=0.1"), {}, "would not be exact", "tune.lora_dropout=0"),
+        (("model=tiny", "tune=lora", "checkpoint.merge=false"), {}, "fits no model", "checkpoint.merge=true"),
+        (("loss=pairwise", "loss.form=kl"), {}, "no form of loss=pairwise", "loss.form=ranknet"),
+        (("loss=distill", "loss.form=margin"), {}, "whose forms are margin_mse and kl", "loss.form=margin_mse"),
+        (("loss=cross_entropy",), {}, "does not fit task=rerank", "loss=pointwise"),
+        (("loss=distill", "dataset.random_negatives=2"), {}, "no teacher's score", "dataset.random_negatives=0"),
+        (
+            ("model=tiny", "dataset=jsonl", "dataset.train=[a.jsonl,b.jsonl]", "dataset.weights=[2]"),
+            {},
+            "dataset.weights=[2.0] has 1 numbers, and dataset.train names 2 sources",
+            "dataset.weights=[1,1]",
+        ),
         (("tune=lora", "tune.target_modules='.*qkv'"), {}, "modules of vision", "tune.vision=lora"),
         (("tune.language=frozen", "tune.vision=frozen", "tune.projector=frozen"), {}, "nothing trains", "tune=lora"),
         (("model.min_pixels=9000",), {}, "above model.max_pixels=4096", "model.min_pixels=4096"),
+        (
+            ("model=tiny", "dataset=jsonl", "dataset.train=a", "dataset.min_pixels=9", "dataset.max_pixels=8"),
+            {},
+            "dataset.min_pixels=9 is above dataset.max_pixels=8",
+            "dataset.min_pixels=8",
+        ),
+        (
+            ("model=tiny", "dataset=jsonl", "dataset.train=a", "dataset.video.max_frames=2"),
+            {},
+            "dataset.video.min_frames=4 is above dataset.video.max_frames=2",
+            "dataset.video.min_frames=2",
+        ),
         (
             ("memory.gradient_checkpointing=5",),
             {},
@@ -264,6 +321,7 @@ def test_problems_of_all_kinds_are_told_together() -> None:
             {"gpus": gpus(1)},
             "files large: profile.first_step=11 profile.steps=2",
         ),
+        (("model=qwen3_vl_reranker_2b", "loss=listwise"), {}, "need no longer be probabilities"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

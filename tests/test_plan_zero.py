@@ -11,7 +11,15 @@ import pytest
 from launcher.errors import ConfigError
 from launcher.planning.facts import TextFile
 from launcher.planning.zero import NEVER, Trained, finish_zero
-from launcher.planning.zero_keys import BF16_KEYS, FP16_ONLY, OFFLOAD_KEYS, OWNED_KEYS, PASSED_KEYS, ZERO_KEYS
+from launcher.planning.zero_keys import (
+    BF16_KEYS,
+    FP16_KEYS,
+    FP16_ONLY,
+    OFFLOAD_KEYS,
+    OWNED_KEYS,
+    PASSED_KEYS,
+    ZERO_KEYS,
+)
 from launcher.planning.zero_lint import Settings, batch_error, parse_json
 from launcher.resources import ds_configs_dir
 from launcher.spec import BatchConfig, OptimConfig, RunConfig
@@ -51,12 +59,12 @@ def test_shipped_files_are_deepspeeds_and_hold_sharding_only(name: str) -> None:
     assert parsed.zero_optimization_stage == int(name[-1])
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", STAGES)
 def test_finished_configurations_are_accepted_and_whole(name: str, precision: str) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    if (name, precision) == ("stage0", "bf16"):
+    if name == "stage0" and precision != "fp32":
         with pytest.raises(ConfigError, match="zero=stage1"):
             finish(name, precision=precision)
         return
@@ -65,6 +73,7 @@ def test_finished_configurations_are_accepted_and_whole(name: str, precision: st
     assert notices == []
     parsed = DeepSpeedConfig(json.loads(json.dumps(config)))
     assert parsed.bfloat16_config.enabled is (precision == "bf16")
+    assert parsed.float16_config.enabled is (precision == "fp16")
     assert parsed.gradient_clipping == 1.0
     assert parsed.managed_gradient_accumulation is False
     assert parsed.steps_per_print == NEVER
@@ -106,7 +115,8 @@ def test_known_keys_are_those_of_deepspeed() -> None:
     }
     assert set(ZERO_KEYS) == zero - deprecated
     assert set(BF16_KEYS) == set(DeepSpeedBF16Config.model_fields)
-    assert set(FP16_ONLY) <= set(DeepSpeedFP16Config.model_fields) - set(BF16_KEYS)
+    assert set(FP16_KEYS) == set(DeepSpeedFP16Config.model_fields)
+    assert set(FP16_ONLY) <= set(FP16_KEYS) - set(BF16_KEYS)
     offload = {*DeepSpeedZeroOffloadOptimizerConfig.model_fields, *DeepSpeedZeroOffloadParamConfig.model_fields}
     assert set(OFFLOAD_KEYS) == offload
     assert not set(PASSED_KEYS) & set(OWNED_KEYS)
@@ -114,7 +124,7 @@ def test_known_keys_are_those_of_deepspeed() -> None:
 
 ERRORS = {
     "batch_mismatch.json": "train_batch_size 8 is not 2 x 2 x 1 rank = 4",
-    "fp16_and_bf16.json": "fp16 is enabled (and bf16 is enabled too)",
+    "fp16_and_bf16.json": "fp16 and bf16 are enabled",
     "top_level_typo.json": "unknown key zero_optimisation; did you mean zero_optimization?",
     "nested_typo.json": "unknown key overlap_com in zero_optimization; did you mean overlap_comm?",
     "gather_at_top.json": "stage3_gather_16bit_weights_on_model_save belongs under zero_optimization",
@@ -196,6 +206,8 @@ def test_the_stage_comes_from_the_group_when_the_file_has_none() -> None:
         ({"optimizer": {"type": "AdamW", "params": {"lr": 3e-5}}}, "optim.lr is 0.0001"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}, "optim.* decides the schedule"),
         ({"bf16": {"enabled": False}}, "bf16.enabled is false, and this run computes in bf16"),
+        ({"fp16": {"enabled": True}}, "fp16.enabled is true, and this run computes in bf16"),
+        ({"fp16": {"loss_scal": 0}}, "unknown key loss_scal in fp16; did you mean loss_scale?"),
         ({"zero_optimization": True}, "zero_optimization is true, but must be an object"),
         ({"zero_optimization": {"stage": 4}}, "stage is 4, but must be 0, 1, 2 or 3"),
         ({"zero_optimization": {"stage": 1, "overlap_comm": True}}, "overlap_comm fails in stage 1"),

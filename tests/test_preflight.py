@@ -87,7 +87,9 @@ def test_all_problems_come_together(plan: RunPlan, tmp_path: Path) -> None:
     used.mkdir()
     (used / "notes.txt").write_text("mine")
     plan = with_cluster(plan, python="/no/such/python")
-    config = dataclasses.replace(plan.config, dataset=dataclasses.replace(plan.config.dataset, train="gone.jsonl"))
+    config = dataclasses.replace(
+        plan.config, dataset=dataclasses.replace(plan.config.dataset, format="auto", train="gone.jsonl")
+    )
     with pytest.raises(ConfigError) as caught:
         preflight(dataclasses.replace(plan, run_dir=str(used), config=config))
     text = str(caught.value)

@@ -77,7 +77,9 @@ def test_a_plane_imports_nothing_that_is_forbidden_to_it(plane: str) -> None:
 @pytest.mark.parametrize("name", sorted(SHARED))
 def test_what_both_planes_share_uses_the_standard_library_only(name: str) -> None:
     file = PACKAGE / f"{name.removeprefix('launcher.')}.py"
-    allowed = set(sys.stdlib_module_names) | SHARED | {"launcher.__version__"}
+    # These two read what only a package can: the card of a hub's data set, the number of rows of a Parquet file.
+    readers = {"yaml", "pyarrow"} if name == "launcher.datafiles" else set()
+    allowed = set(sys.stdlib_module_names) | SHARED | {"launcher.__version__"} | readers
     assert {module for module in imports(file) if not under(module, allowed)} <= {"launcher"}
 
 

@@ -43,7 +43,7 @@ from tests.reporting_support import (
 )
 
 ALL_PLOTS = {
-    *("loss", "rate", "eval", "speed", "memory", "shares", "spread", "ranks", "phases"),
+    *("loss", "rate", "eval", "speed", "memory", "shares", "spread", "ranks", "phases", "lengths"),
     *("gpus", "hosts", "network", "infiniband"),
 }
 
@@ -322,7 +322,7 @@ def test_smoothing_starts_at_the_first_value_and_skips_gaps() -> None:
 
 
 def test_run_that_failed_before_training(run: RunDir) -> None:
-    for file in (run.metrics, run.events, run.monitor, run.environment):
+    for file in (run.metrics, run.events, run.monitor, run.environment, run.data):
         file.unlink()
     shutil.rmtree(run.ranks)
     text = "DeepSpeed's node launcher on desk left with exit code 1 before a rank had started"
@@ -333,6 +333,20 @@ def test_run_that_failed_before_training(run: RunDir) -> None:
     for shown in (text, "ImportError: libcudart", "Loss: No step has been written down yet.", "failed, exit code 3"):
         assert shown in found.text
     assert "Network: The monitor wrote nothing." in found.text
+
+
+def test_data_are_shown(run: RunDir) -> None:
+    found = page(run)
+    shown = found.figures["lengths"]
+    assert [trace["y"] for trace in shown["data"]] == [[3000, 200]] * 2
+    assert shown["layout"]["xaxis"]["categoryarray"] == ["96 - 127", "128 - 191"]
+    for name, train, held_out in (
+        ("usable rows", "3,200", "12"),
+        ("bad rows", "3", "3"),
+        ("tokens", "123,456", "123,456"),
+        ("documents: mixed", "9", "9"),
+    ):
+        assert [name, train, held_out] in found.tables["Data"]
 
 
 def test_run_that_goes_on(run: RunDir) -> None:
@@ -362,7 +376,7 @@ def test_run_without_evaluation_monitor_or_the_newer_keys(run: RunDir) -> None:
     plan["config"]["logging"]["monitor_every_s"] = None
     write_json(run.plan, plan)
     found = page(run)
-    assert set(found.figures) == {"loss", "rate", "speed", "spread"}
+    assert set(found.figures) == {"loss", "rate", "speed", "spread", "lengths"}
     for reason in (
         *("Evaluation metrics: No evaluation was made", "Where a step's time goes: Its steps were written without"),
         *("Time per phase: Not every change", "GPUs over time: The monitor was off"),

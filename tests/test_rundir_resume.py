@@ -136,7 +136,9 @@ def test_rotation_keeps_the_last_and_the_best(run):
 
 def test_fingerprint_names_what_differs_and_what_to_type():
     def config(**parts) -> RunConfig:
-        return RunConfig(**{"model": ModelConfig(name="tiny", path="/a/base"), **parts})
+        return RunConfig(
+            **{"model": ModelConfig(name="tiny", path="/a/base"), "tune": TuneConfig(name="lora"), **parts}
+        )
 
     arch = {"hidden_size": 8, "dtype": "float32"}
     saved = json.loads(json.dumps(fingerprint(config(), arch)))

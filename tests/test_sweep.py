@@ -344,7 +344,7 @@ def test_a_sweep_is_shown_followed_and_stopped_like_a_run(
     assert main(["status"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["s", "running", "1/3", "jobs", "-", "-"] in rows
-    assert ["s/0", "done", "1/1", "1.0000", "-"] in rows
+    assert ["s/0", "done", "1/1", "1.0000", "ndcg@10", "1.0000"] in rows
     assert main(["status", "s"]) == 0
     shown = capsys.readouterr().out
     assert f"running, 1 of 3 jobs over, led by process {one.process.pid}" in shown

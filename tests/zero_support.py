@@ -15,9 +15,9 @@ from launcher.training import processors
 from launcher.training.batching import collate, make_units
 from launcher.training.encoding import make_encoder
 from launcher.training.engine import build_scorer
-from launcher.training.losses import LOSSES
+from launcher.training.losses import loss_of
 from launcher.training.pixels import Pixels
-from tests.processes.zero_cases import ALL, BASE, STEPS
+from tests.processes.zero_cases import BASE, rows_for, steps_for
 from tests.tiny import tiny_plan
 
 
@@ -73,17 +73,18 @@ def plain_loop(plan: Any) -> tuple[dict[str, list[float]], dict[str, torch.Tenso
     processor = processors.load_processor(plan)
     scorer = build_scorer(plan, processor, torch.device("cpu"))
     scorer.train()
-    encoder, pixels = make_encoder(plan, processor), Pixels(processor.image_processor)
+    encoder, pixels = make_encoder(plan, processor), Pixels(processor)
     trainable = [p for p in scorer.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=plan.lr, weight_decay=0.0)
-    loss, numbers = LOSSES[plan.config.loss.name], {"loss": [], "norm": []}
-    for rows in STEPS:
-        encoded = [encoder.encode(ALL[row]) for row in rows]
+    loss, numbers = loss_of(plan.config), {"loss": [], "norm": []}
+    groups = rows_for(plan)
+    for rows in steps_for(plan):
+        encoded = [encoder.encode(groups[row]) for row in rows]
         units = make_units(encoded, plan.cost, 10**9, splittable=False)
-        needed = {s.key: pixels.rows(s) for e in encoded for p in e.prompts for s in p.images}
+        needed = {s.key: pixels.rows(s) for e in encoded for p in e.prompts for s in p.media}
         batch = collate(encoded, units, needed, padded=True)
-        value = loss.function(scorer(batch), batch.labels, batch.group, plan.config.loss)
-        value = value / loss.count(len(batch.labels), len(rows))
+        value = loss(scorer(batch), batch, plan.config.loss)
+        value = value / loss.count(len(batch.labels), len(rows), len(batch.predicted))
         optimizer.zero_grad()
         value.backward()
         numbers["norm"].append(float(torch.nn.utils.clip_grad_norm_(trainable, plan.config.optim.max_grad_norm)))

@@ -41,12 +41,14 @@ _FILES = {
 
 def takes_list(key: str) -> bool:
     """Whether several values of `key` make sense in one run."""
-    return key == "gpus" or typing.get_origin(keys.base(keys.kind_of(key))) is list
+    return key in ("gpus", "dataset.train", "dataset.eval") or typing.get_origin(keys.base(keys.kind_of(key))) is list
 
 
 _EXAMPLES = {
     "nodes": "2",
     "gpus": "2",
+    "dataset.train": "FILE.jsonl",
+    "loss.function": "package.module:function",
     "optim.lr": "1e-5",
     "train.max_steps": "1000",
     "cluster.master_port": "29500",
@@ -73,7 +75,7 @@ def example(key: str) -> str:
 
 def placeholder(key: str) -> str:
     """`key` with a word for what belongs there."""
-    folder = key in ("model.path", "run.dir", "run.root", "resume")
+    folder = key in ("model.path", "dataset.image_root", "run.dir", "run.root", "resume")
     return f"{key}={'FOLDER' if folder else 'FILE' if key in keys.PATHS else 'VALUE'}"
 
 
@@ -189,7 +191,7 @@ def for_unknown_option(group: str, raw: str, options: Options) -> Problem:
     file = file_key(group, raw)
     if file:
         return Problem(f"{group}={raw}: {group} takes the name of an option, not a file", tries=(file,))
-    inside = [key for key in keys.kinds() if key.startswith(f"{group}.")]
+    inside = [key for key in keys.kinds() if key.startswith(f"{group}.") and not keys.names_option(key)]
     near = keys.nearest_option(raw, group, names, habits.VALUES.get(group, {}))
     if near is None and raw[:1] == "{" and inside:
         return Problem(f"{group}={raw}: keys of {group} are set one by one", tries=(f"{inside[0]}=VALUE",))

@@ -12,9 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.planning import habits, keys
+from launcher.spec import METRICS_OF_TASK
 
 PARTS = ("lora", "full", "frozen")
-METRICS = ("ndcg@10", "mrr@10", "recall@1", "recall@5")
+METRICS = tuple(dict.fromkeys(metric for metrics in METRICS_OF_TASK.values() for metric in metrics))
+# What `dataset.format` may name; launcher.training.formats reads them, and a test holds the two equal.
+FORMATS = (
+    *("auto", "native", "swift", "flagembedding", "sentence_transformers", "mteb", "beir", "colpali", "visrag"),
+    *("mmeb", "pairs", "swift_chat", "qwen_chat", "sharegpt", "labelled", "digits"),
+)
 TRACKERS = ("wandb", "mlflow", "swanlab")
 TRANSPORTS = ("local", "ssh", "env", "manual", "slurm", "pdsh")
 
@@ -70,6 +76,19 @@ def _is_folder_name(value: str) -> bool:
     return fits and value not in (".", "..", "latest") and not set(value) & {"/", "\\"}
 
 
+def _is_function(value: str) -> bool:
+    return re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", value) is not None
+
+
+def _is_format(value: str) -> bool:
+    return value in FORMATS or _is_function(value)
+
+
+def _are_sources(value: Any) -> bool:
+    texts = [value] if isinstance(value, str) else value
+    return isinstance(texts, list) and len(texts) > 0 and all(isinstance(text, str) and text for text in texts)
+
+
 def _are_trackers(value: list[str]) -> bool:
     return set(value) <= set(TRACKERS) and len(set(value)) == len(value)
 
@@ -119,15 +138,42 @@ RULES: dict[str, Rule] = {
     "model.weights": _one_of("pretrained", "random"),
     "model.min_pixels": _COUNT,
     "model.max_pixels": _COUNT,
-    "dataset.format": _one_of("auto", "native", "swift", "digits"),
+    "model.source": _one_of("hf", "modelscope"),
+    "dataset.format": Rule(
+        f"one of {', '.join(FORMATS)}, or a function of yours as package.module:function", _is_format, FORMATS
+    ),
+    "dataset.source": _one_of("hf", "modelscope"),
+    "dataset.train": Rule("a file, a folder or the name of a hub data set, or a list of them", _are_sources),
+    "dataset.eval": Rule("a file, a folder or the name of a hub data set, or a list of them", _are_sources),
+    "dataset.weights": Rule("numbers above 0, one for each of dataset.train", lambda v: all(w > 0 for w in v)),
+    "dataset.eval_fraction": _below(1),
+    "dataset.over_long": _one_of("drop", "shrink"),
+    "dataset.max_positives": _COUNT,
+    "dataset.max_negatives": _COUNT,
+    "dataset.random_negatives": _from(0),
+    "dataset.min_pixels": _COUNT,
+    "dataset.max_pixels": _COUNT,
+    "dataset.max_bad_fraction": _from(0, 1),
+    "dataset.video.fps": _ABOVE_0,
+    "dataset.video.min_frames": _COUNT,
+    "dataset.video.max_frames": _COUNT,
+    "dataset.video.max_pixels": _COUNT,
+    "dataset.video.total_pixels": _COUNT,
+    "dataset.video.segment_s": _ABOVE_0,
+    "dataset.video.fuse": _one_of("max", "mean", "top_k", "logistic"),
+    "dataset.video.top_k": _COUNT,
     "dataset.max_length": _COUNT,
     "dataset.max_rows": _COUNT,
     "dataset.on_bad": _one_of("error", "skip"),
-    "task.name": _one_of("rerank"),
-    "loss.name": _one_of("pointwise", "listwise"),
+    "task.name": _one_of("rerank", "sft", "classify"),
+    "loss.name": _one_of("pointwise", "listwise", "pairwise", "distill", "cross_entropy", "custom"),
+    "loss.form": _one_of("ranknet", "margin", "margin_mse", "kl"),
+    "loss.margin": _ABOVE_0,
+    "loss.function": Rule("a function of yours as package.module:function", _is_function),
+    "loss.unit": _one_of("document", "group"),
     "loss.temperature": _ABOVE_0,
     "loss.positive_weight": _ABOVE_0,
-    "tune.name": _one_of("lora", "full"),
+    "tune.name": _one_of("lora", "full", "qlora"),
     "tune.language": _one_of(*PARTS),
     "tune.vision": _one_of(*PARTS),
     "tune.projector": _one_of(*PARTS),
@@ -135,11 +181,13 @@ RULES: dict[str, Rule] = {
     "tune.r": _COUNT,
     "tune.lora_alpha": _ABOVE_0,
     "tune.lora_dropout": _below(1),
-    "tune.target_modules": Rule("a regular expression", _is_regex),
+    "tune.target_modules": Rule("all-linear, qwen, or a regular expression", _is_regex),
     "train.epochs": _ABOVE_0,
     "train.max_steps": _COUNT,
     "train.seed": _from(0, 2**32 - 1),
-    "optim.lr": _ABOVE_0,
+    "train.max_bad_steps": _COUNT,
+    "optim.name": _one_of("adamw", "adamw8bit"),
+    **{f"optim.{name}": _ABOVE_0 for name in ("lr", "lr_language", "lr_vision", "lr_projector", "lr_head")},
     "optim.betas": Rule("two numbers from 0 to below 1", lambda v: len(v) == 2 and all(0 <= b < 1 for b in v)),
     "optim.eps": _ABOVE_0,
     "optim.weight_decay": _from(0),
@@ -151,7 +199,7 @@ RULES: dict[str, Rule] = {
     "batch.global_size": _COUNT,
     "batch.max_tokens": Rule("a whole number of 1 or more, or auto", lambda v: v == "auto" or _is_count(v), ("auto",)),
     "zero.file": Rule("the name of a file in ds_configs/ (zero.config takes a file of your own)", _is_folder_name),
-    "precision.name": _one_of("auto", "bf16", "fp32"),
+    "precision.name": _one_of("auto", "bf16", "fp16", "fp32"),
     "attention.name": _one_of("auto", "flash_attention_3", "flash_attention_2", "varlen", "sdpa"),
     "memory.gradient_checkpointing": Rule(
         "one of auto, all, none, or a number of layers",
@@ -171,14 +219,15 @@ RULES: dict[str, Rule] = {
     "env.forward": Rule("names of variables, where * stands for any letters: [HF_*,NCCL_DEBUG]", _are_patterns),
     "restart.max": _from(0),
     "notify.command": Rule("a program and its arguments: [/usr/local/bin/tell,--team,vision]", _are_words),
-    "eval.metric": _one_of(*METRICS),
+    "eval.metric": _one_of("auto", *METRICS),
+    "eval.patience": _COUNT,
     "eval.every_steps": _COUNT,
     "checkpoint.every_steps": _COUNT,
     "checkpoint.keep_last": _COUNT,
     "logging.every_steps": _COUNT,
     "logging.monitor_every_s": _from(0.5),
     "logging.trackers": Rule("names out of wandb, mlflow, swanlab, each once", _are_trackers, TRACKERS),
-    "sweep.metric": _one_of(*METRICS, "loss", "tokens_per_s", "queries_per_s"),
+    "sweep.metric": _one_of(*METRICS, "eval/loss", "tokens_per_s", "queries_per_s"),
     "profile.name": _one_of("none", "torch", "nsys", "deepspeed", "comms"),
     "profile.first_step": _COUNT,
     "profile.steps": _COUNT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from launcher.errors import ConfigError, Problem
+from launcher.families import Family
 from launcher.planning.consistency import uses_lora
 from launcher.planning.placement import Placement
 from launcher.spec import RunConfig, TuneConfig
@@ -11,21 +12,32 @@ LR = {"lora": 1e-4, "full": 1e-5}  # adapters start at zero and bear more; whole
 BF16_CAPABILITY = (8, 0)  # Ampere
 
 
-def choose_precision(config: RunConfig, placement: Placement) -> tuple[str, str]:
-    """(bf16 | fp32, why)."""
+def choose_precision(config: RunConfig, placement: Placement, family: Family) -> tuple[str, str]:
+    """(bf16 | fp16 | fp32, why)."""
     asked, capability = config.precision.name, placement.capability
     shown = f"compute capability {capability[0]}.{capability[1]}" if capability else ""
+    overflows = f"{family.model_type} is known to overflow in float16"
+    if asked == "fp16" and placement.device == "cpu":
+        raise ConfigError(Problem("precision=fp16 needs a GPU", "", ("precision=fp32",)))
+    if asked == "fp16" and family.overflows_fp16 and not config.precision.force:
+        text = f"precision=fp16, but {overflows}: its loss becomes 0 and its gradients infinite"
+        raise ConfigError(Problem(text, "", ("precision=fp32", "precision=fp16 precision.force=true")))
     if placement.device == "cpu":
         return ("fp32", "no GPU") if asked == "auto" else (asked, "as asked")
     fits = capability is None or capability >= BF16_CAPABILITY
     if asked == "bf16" and not fits:
         text = f"precision=bf16, but {placement.gpu_kind} has {shown}, and bf16 needs 8.0"
-        raise ConfigError(Problem(text, "", ("precision=fp32",)))
+        tries = ("precision=fp32",) if family.overflows_fp16 else ("precision=fp16", "precision=fp32")
+        raise ConfigError(Problem(text, "", tries))
     if asked != "auto":
         return asked, "as asked"
     if capability is None:
         return "bf16", "the kind of GPU is not known here; Ampere and newer compute in bf16"
-    return ("bf16", f"{placement.gpu_kind}, {shown}") if fits else ("fp32", f"{shown} has no bf16")
+    if fits:
+        return "bf16", f"{placement.gpu_kind}, {shown}"
+    if family.overflows_fp16:
+        return "fp32", f"{shown} has no bf16, and {overflows}"
+    return "fp16", f"{shown} has no bf16"
 
 
 def choose_attention(config: RunConfig, placement: Placement) -> tuple[str, str]:

@@ -16,13 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launcher.datafiles import absolute_source
 from launcher.errors import ConfigError, Problem
+from launcher.plain import from_data, to_data
 from launcher.planning import answers, grammar, keys, secrets, yamlfile
 from launcher.planning.overrides import CommandLine, read_command_line
 from launcher.planning.sources import find_sources
 from launcher.planning.walk import Walk, sentence
-from launcher.spec import RunConfig, from_data, to_data
+from launcher.spec import RunConfig
 
+_SOURCES = ("dataset.train", "dataset.eval")  # a path, or the name of a hub's data set, or a list of them
 _PROGRAMS = ("cluster.python", "cluster.activate")
 DEMO = "digits"  # the experiment that runs when no model, dataset or experiment is named
 
@@ -170,7 +173,9 @@ def _make_absolute(data: dict[str, Any], key: str) -> None:
     value = data[name]
     if value is None or (key in _PROGRAMS and os.sep not in value.split()[0]):
         return
-    if key == "cluster.activate":
+    if key in _SOURCES:
+        data[name] = [absolute_source(one) for one in value] if isinstance(value, list) else absolute_source(value)
+    elif key == "cluster.activate":
         script, *arguments = shlex.split(value)
         data[name] = shlex.join([os.path.abspath(Path(script).expanduser()), *arguments])
     else:

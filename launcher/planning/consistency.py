@@ -4,22 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from launcher.datafiles import sources_of
 from launcher.errors import Problem
-from launcher.families import LORA_PARTS
+from launcher.families import LORA_PARTS, why_no_adapter
 from launcher.planning.facts import Facts
 from launcher.planning.secrets import is_secret
-from launcher.spec import MISSING, RunConfig, TuneConfig
+from launcher.spec import METRICS_OF_TASK, MISSING, RunConfig, TuneConfig
 
 MANY_STEPS = 10  # 30 steps of the tiny model made 18 MB, packed, and two minutes of writing on a busy CPU
-TASK_LOSSES = {"rerank": ("pointwise", "listwise")}
+TASK_LOSSES = {
+    "rerank": ("pointwise", "listwise", "pairwise", "distill", "custom"),
+    "sft": ("cross_entropy",),
+    "classify": ("cross_entropy",),
+}
+LOSS_FORMS = {"pairwise": ("ranknet", "margin"), "distill": ("margin_mse", "kl")}
 
 
 def contradictions(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     """Everything that must be changed before a run can start, as far as the configuration alone tells."""
     yield from _tune(config)
+    yield from _patience(config)
     yield from _loss(config)
+    yield from _metric(config)
     yield from _data(config)
+    yield from _mixture(config)
     yield from _code(config)
+    yield from _export(config)
     yield from _run_folder(config, facts)
 
 
@@ -58,6 +68,16 @@ def oddities(config: RunConfig, facts: Facts, world_size: int) -> Iterator[str]:
             "the frozen parts keep their random weights, so that only the speed of this run means anything: "
             "tune=full tune.vision=full trains all of them"
         )
+    if config.loss.name in ("listwise", "pairwise") and config.model.weights == "pretrained":
+        yield (
+            f"loss={config.loss.name} compares the documents of a query only: scores need no longer be probabilities, "
+            "which a pretrained reranker's are (loss=pointwise is the objective it was trained with)"
+        )
+    for name in facts.data_elsewhere:
+        yield (
+            f"{name} is no file or folder here: it is taken for a data set of {data.source}, and fetched before the "
+            "ranks start"
+        )
     if facts.train_rows is not None and facts.train_rows < config.batch.global_size:
         yield (
             f"dataset.train has {facts.train_rows} rows, fewer than batch.global_size={config.batch.global_size}: "
@@ -69,7 +89,7 @@ def oddities(config: RunConfig, facts: Facts, world_size: int) -> Iterator[str]:
             f"some compute nothing in a step (batch.global_size={2 * world_size} keeps all busy)"
         )
     yield from _much_recorded(config)
-    if data.name != "digits" and data.eval is None and config.eval.every_steps is not None:
+    if data.name != "digits" and not sources_of(data, "eval") and config.eval.every_steps is not None:
         yield "nothing is evaluated, because dataset.eval names no file: the last checkpoint counts as the best"
 
 
@@ -109,12 +129,33 @@ def uses_lora(tune: TuneConfig) -> bool:
 
 def _tune(config: RunConfig) -> Iterator[Problem]:
     tune = config.tune
-    if all(getattr(tune, part) == "frozen" for part in (*LORA_PARTS, "head")):
+    frozen = all(getattr(tune, part) == "frozen" for part in (*LORA_PARTS, "head"))
+    if frozen and config.task.name != "classify":  # whose head always trains
         yield Problem("nothing trains: every part of the model is frozen", "", ("tune=lora", "tune.projector=full"))
     if tune.lora_dropout > 0 and config.attention.shared_prefix and uses_lora(tune):
         text = f"tune.lora_dropout={tune.lora_dropout:g} with attention.shared_prefix=true: documents share one"
         why = "computed prefix, and dropout would have to differ in each; the result would not be exact"
         yield Problem(f"{text} {why}", "", ("tune.lora_dropout=0", "attention.shared_prefix=false"))
+    if tune.name == "qlora" and tune.language != "lora":
+        text = f"tune.language={tune.language} with tune=qlora: weights of 4 bits cannot train, adapters can"
+        yield Problem(text, "", ("tune.language=lora", "tune=lora"))
+
+
+def _export(config: RunConfig) -> Iterator[Problem]:
+    if config.checkpoint.export and not config.checkpoint.merge:
+        for why in why_no_adapter(config):
+            yield Problem(f"checkpoint.merge=false exports an adapter alone, and {why}", "", ("checkpoint.merge=true",))
+
+
+def _patience(config: RunConfig) -> Iterator[Problem]:
+    data, every = config.dataset, config.eval.every_steps
+    if config.eval.patience is None:
+        return
+    patience = f"eval.patience={config.eval.patience} counts evaluations,"
+    if every is None:
+        yield Problem(f"{patience} and there is one at the end only", "", ("eval.every_steps=500",))
+    if data.name != "digits" and not sources_of(data, "eval"):
+        yield Problem(f"{patience} and no rows are held out", "", ("dataset.eval=FILE", "dataset.eval_fraction=0.05"))
 
 
 def _loss(config: RunConfig) -> Iterator[Problem]:
@@ -123,16 +164,46 @@ def _loss(config: RunConfig) -> Iterator[Problem]:
     if loss not in losses:
         text = f"loss={loss} does not fit task={task}, whose losses are {', '.join(losses)}"
         yield Problem(text, "", tuple(f"loss={name}" for name in losses))
+    forms = LOSS_FORMS.get(loss, ())
+    if forms and config.loss.form not in forms:
+        text = f"loss.form={config.loss.form} is no form of loss={loss}, whose forms are {' and '.join(forms)}"
+        yield Problem(text, "", tuple(f"loss.form={name}" for name in forms))
+    if loss == "distill" and config.dataset.random_negatives > 0:
+        text = f"dataset.random_negatives={config.dataset.random_negatives} with loss=distill: documents of other rows"
+        yield Problem(f"{text} have no teacher's score for this query", "", ("dataset.random_negatives=0",))
+
+
+def _metric(config: RunConfig) -> Iterator[Problem]:
+    fitting = METRICS_OF_TASK.get(config.task.name, ())
+    for key, metric, more in (
+        ("eval.metric", config.eval.metric, ("auto",)),
+        ("sweep.metric", config.sweep.metric, (None, "loss", "eval/loss", "tokens_per_s", "queries_per_s")),
+    ):
+        if metric not in fitting and metric not in more:
+            text = f"{key}={metric} is not measured with task={config.task.name}, whose metrics are"
+            yield Problem(f"{text} {', '.join(fitting)}", "", tuple(f"{key}={name}" for name in fitting))
+
+
+def _mixture(config: RunConfig) -> Iterator[Problem]:
+    weights, sources = config.dataset.weights, config.dataset.sources("train")
+    if weights is not None and len(weights) != len(sources):
+        given = f"dataset.weights={weights} has {len(weights)} numbers, and dataset.train names {len(sources)} sources"
+        equal = f"dataset.weights=[{','.join(['1'] * len(sources))}]"
+        yield Problem(given, "", (equal, "dataset.weights=null"))
 
 
 def _data(config: RunConfig) -> Iterator[Problem]:
     data, model = config.dataset, config.model
     if data.name != "digits" and data.train in (None, MISSING):
         yield Problem(f"dataset={data.name} needs a file of training rows", "", ("dataset.train=FILE",))
-    low, high = model.min_pixels, model.max_pixels
-    if low is not None and high is not None and low > high:
-        text = f"model.min_pixels={low} is above model.max_pixels={high}"
-        yield Problem(text, "", (f"model.min_pixels={high}",))
+    for group, one in (("model", model), ("dataset", data)):
+        if one.min_pixels is not None and one.max_pixels is not None and one.min_pixels > one.max_pixels:
+            text = f"{group}.min_pixels={one.min_pixels} is above {group}.max_pixels={one.max_pixels}"
+            yield Problem(text, "", (f"{group}.min_pixels={one.max_pixels}",))
+    if data.video.min_frames > data.video.max_frames:
+        text = f"dataset.video.min_frames={data.video.min_frames} is above dataset.video.max_frames"
+        text += f"={data.video.max_frames}"
+        yield Problem(text, "", (f"dataset.video.min_frames={data.video.max_frames}",))
 
 
 def _code(config: RunConfig) -> Iterator[Problem]:

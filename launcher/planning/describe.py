@@ -7,13 +7,17 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from launcher.arithmetic import peak_rate
+from launcher.datafiles import sources_of
 from launcher.families import PARTS
 from launcher.planning.memory import ASSUMED_KIND, GIB
 from launcher.planning.secrets import masked
+from launcher.prepared import columns, histogram_lines, modality_lines
 from launcher.spec import Host, RunPlan
 
 WIDTH = 110
 SHOWN_COMMANDS = 4
+OPTIMIZERS = {"adamw": "AdamW", "adamw8bit": "AdamW (8-bit moments)"}
 SHOWN_HOSTS = 16
 SOURCES = ("launcher", "forwarded", "env.file", "env.set")  # later ones win
 FILES = (
@@ -35,6 +39,7 @@ def describe(plan: RunPlan) -> str:
         _hosts(plan, first),
         _model(plan),
         _training(plan),
+        *([_data(plan)] if plan.data else []),
         _memory(plan),
         _deepspeed(plan),
         _environment(plan),
@@ -110,31 +115,68 @@ def _model(plan: RunPlan) -> list[str]:
 
 def _how(how: str, plan: RunPlan) -> str:
     tune = plan.config.tune
-    return f"lora r={tune.r} alpha={tune.lora_alpha:g}" if how == "lora" else how
+    if how != "lora":
+        return how
+    kind = "dora" if tune.use_dora else "lora"
+    return f"{kind} r={tune.r} alpha={tune.lora_alpha:g}" + (" / sqrt(r)" if tune.use_rslora else "")
 
 
 def _training(plan: RunPlan) -> list[str]:
     config, batch = plan.config, plan.batch
-    optim, layers = config.optim, plan.arch["text_config"]["num_hidden_layers"]
+    optim, layers = config.optim, (plan.arch.get("text_config") or plan.arch)["num_hidden_layers"]
     again = plan.checkpointed_layers
+    optimizer = f"{OPTIMIZERS[optim.name]}, lr {_rates(plan)}"
     warm = "warm-up not known" if plan.warmup_steps is None else f"warm-up {_count(plan.warmup_steps, 'step')}"
     steps = "not known: the rows are not counted" if batch.total_steps is None else f"{batch.total_steps:,}"
     if batch.steps_per_epoch:
         steps += f", {batch.steps_per_epoch:,} an epoch"
-    held = "none" if batch.eval_rows is None else f"{batch.eval_rows:,}"
+    held = _number(batch.eval_rows) if sources_of(config.dataset, "eval") or batch.eval_rows else "none"
     rows = [
         ("data", f"{config.dataset.name}: {_number(batch.train_rows)} rows, {held} held out"),
-        *((key, path) for key, path in (("", config.dataset.train), ("", config.dataset.eval)) if path),
+        *(("", name) for split in ("train", "eval") for name in config.dataset.sources(split)),
         ("loss", f"{config.loss.name}, task {config.task.name}"),
         ("batch", f"{_count(batch.global_size, 'query', 'queries')} a step, over all ranks"),
         ("micro-batch", f"at most {batch.max_tokens:,} tokens; micro-batches a step: {_measured(batch.micro_steps)}"),
         ("steps", steps),
-        ("optimizer", f"AdamW, lr {plan.lr:g}, {optim.schedule}, {warm}, gradients clipped to {optim.max_grad_norm:g}"),
-        ("precision", f"{plan.precision} ({plan.precision_reason})"),
+        ("optimizer", f"{optimizer}, {optim.schedule}, {warm}, gradients clipped to {optim.max_grad_norm:g}"),
+        ("precision", f"{plan.precision}{_loss_scale(plan)} ({plan.precision_reason})"),
         ("attention", f"{plan.attention} ({plan.attention_reason})"),
         ("recomputed", f"{again} of {layers} decoder layers"),
     ]
     return ["Training", *table(rows)]
+
+
+def _rates(plan: RunPlan) -> str:
+    """One number, or one for each part that trains when they differ."""
+    rates = {part: peak_rate(plan.config.optim, part, plan.lr) for part in PARTS if plan.trainable[part]}
+    if len(set(rates.values())) == 1:
+        return f"{next(iter(rates.values())):g}"
+    return ", ".join(f"{rate:g} {part}" for part, rate in rates.items() if part != "embeddings")
+
+
+def _loss_scale(plan: RunPlan) -> str:
+    fp16 = plan.deepspeed.get("fp16")
+    if fp16 is None:
+        return ""
+    fixed = fp16.get("loss_scale")
+    return f", loss scale {fixed:g}" if fixed else f", dynamic loss scale from {2 ** fp16['initial_scale_power']:,}"
+
+
+def _data(plan: RunPlan) -> list[str]:
+    """What is known of rows that have been prepared."""
+    lines = ["Data  as prepared before"]
+    for split, summary in plan.data.items():
+        lengths, bad = summary["lengths"] or {}, sum(summary["bad"].values())
+        parts = [_count(summary["rows"], "row"), _count(summary["images"], "distinct image")]
+        parts += [_count(summary["videos"], "distinct video")] if summary["videos"] else []
+        parts += [f"{_count(bad, 'bad row')} beside these"] if bad else []
+        if "longest" in lengths:
+            parts.append(f"{lengths['mean']:,.0f} tokens a row, at most {lengths['longest']['tokens']:,}")
+        parts += [f"{lengths['too_long']:,} too long"] if lengths.get("too_long") else []
+        parts += [f"{_count(lengths['cut'], 'document')} cut"] if lengths.get("cut") else []
+        lines.append(f"  {split:<7}{', '.join(parts)}")
+        lines += [f"    {line}" for line in (*modality_lines(summary), *histogram_lines(summary))]
+    return lines
 
 
 def _memory(plan: RunPlan) -> list[str]:
@@ -207,12 +249,7 @@ def _with_values(argv: Sequence[str]) -> list[str]:
 
 def table(rows: Sequence[Sequence[str]], right: tuple[int, ...] = ()) -> list[str]:
     """Columns two spaces apart, those of `right` aligned at their end."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [c.rjust(w) if n in right else c.ljust(w) for n, (c, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append(("  " + "  ".join(cells)).rstrip())
-    return lines
+    return [f"  {line}".rstrip() for line in columns(rows, right)]
 
 
 def _flat(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

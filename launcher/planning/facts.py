@@ -59,6 +59,8 @@ class Facts:
     run_dir_used: bool = False  # the folder that run.dir or run.name names exists and is not empty
     train_rows: int | None = None
     eval_rows: int | None = None
+    data_elsewhere: tuple[str, ...] = ()  # names of a hub's data sets that are not on this machine
+    prepared: Mapping[str, Any] = field(default_factory=dict)  # launcher.prepared.read_summary: split -> what it holds
     arch: dict[str, Any] | None = None  # config.json of model.path
     weights_on_disk: bool = False  # safetensors in model.path, or the repo in the Hugging Face cache
     zero_file: TextFile | None = None  # ds_configs/NAME.json

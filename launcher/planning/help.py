@@ -9,7 +9,10 @@ from pathlib import Path
 from launcher.errors import ConfigError, Problem
 from launcher.planning import keys
 
-VERBS = ("run", "plan", "config", "check", "fetch", "status", "logs", "stop", "resume", "report", "env", "help")
+VERBS = (
+    *("run", "plan", "config", "check", "fetch", "status", "logs", "stop", "resume", "report"),
+    *("evaluate", "score", "export", "env", "help"),
+)
 
 HELP = """\
 Fine-tune a Qwen-VL model with DeepSpeed, from one command.
@@ -17,8 +20,7 @@ Fine-tune a Qwen-VL model with DeepSpeed, from one command.
   python -m launcher [run] GROUP=OPTION GROUP.KEY=VALUE ...   plan, check, start and watch a run
   python -m launcher plan ...          what that run would be, without starting anything; --json for programs
   python -m launcher -m KEY=A,B ...    a sweep: one run for each combination of values; plan -m shows them
-  python -m launcher check data ...    read and decode every row, name the bad ones
-  python -m launcher check hosts ...   reach every host and compare them, as a run does before it starts
+  python -m launcher check data|hosts  read every row (--show 3: as the model sees it); compare all hosts
   python -m launcher fetch ...         put weights and data onto the hosts' disks; a run does so itself
   python -m launcher config [GROUP]    groups, options and keys, with defaults and what they mean
   python -m launcher status [RUN]      how a run is doing; without RUN, all runs here; RUN may be `latest`
@@ -26,14 +28,15 @@ Fine-tune a Qwen-VL model with DeepSpeed, from one command.
   python -m launcher stop RUN          finish the step, save, end
   python -m launcher resume RUN ...    go on from its last checkpoint
   python -m launcher report [RUN ...]  report.html: plots and tables of a run; of several compare.html; --open
+  python -m launcher evaluate [RUN]    a run, checkpoint or export on held-out rows; --golden checks a server of it
+  python -m launcher score FILE        P(yes) of each document of a file's rows, with --model RUN
+  python -m launcher export [RUN]      a checkpoint as a folder that loads elsewhere; --adapter, --push
   python -m launcher env               versions and machine, for a bug report
 
 Examples
   python -m launcher                                          a small demo on handwritten digits, minutes on a CPU
   python -m launcher plan model=qwen3_vl_reranker_8b zero=stage3 nodes=2
   python -m launcher model=qwen3_vl_reranker_8b dataset=jsonl dataset.train=train.jsonl dataset.eval=eval.jsonl
-  python -m launcher experiment=reranker_lora dataset.train=train.jsonl gpus=2 optim.lr=1e-5
-  python -m launcher -m zero=stage2,stage3 optim.lr=1e-3,3e-3 sweep.metric=tokens_per_s
 
 Groups
 {groups}
@@ -41,11 +44,9 @@ Groups
 Often typed
   nodes=2  gpus=4  gpus=[0,1]        which machines and GPUs; cluster.hostfile=FILE names the hosts
   cluster.transport=slurm            how they are reached: ssh, slurm, env (one command on every node), manual, pdsh
-  train.epochs=3  train.max_steps=500  train.seed=1
-  batch.global_size=32               queries an optimizer step, over all GPUs; the rest is derived
+  train.epochs=3  train.max_steps=500  batch.global_size=32   (queries an optimizer step, over all GPUs)
   run.dir=FOLDER  run.name=NAME      where the run lives; an existing folder is never overwritten
   resume=RUN  restart.max=2          goes on from a run folder or a checkpoint; after failures, so many times
-  env.set.NCCL_DEBUG=INFO            a variable of every rank
   'logging.trackers=[wandb]'         metrics to wandb, mlflow or swanlab too; profile=torch looks at a few steps
   --detach  --config-dir FOLDER      goes on without this terminal; options of your own, laid out like conf/
 

@@ -28,8 +28,10 @@ PATHS = (
     "run.root",
     "run.dir",
     "model.path",
+    "model.adapter",
     "dataset.train",
     "dataset.eval",
+    "dataset.image_root",
     "zero.config",
     "cluster.hostfile",
     "cluster.python",
@@ -148,8 +150,9 @@ def nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
 def nearest_option(word: str, group: str, names: Sequence[str], synonyms: Mapping[str, str]) -> str | None:
     """The option of `group` that `word` probably means; `Qwen/Qwen3-VL-8B-Instruct` is `qwen3_vl_8b`."""
     plain = word.rstrip("/").rsplit("/", 1)[-1].lower().replace("-", "_").replace(".", "_")
-    if plain in names:
-        return plain
+    for exact in (plain, plain.removesuffix("_instruct")):
+        if exact in names:
+            return exact
     known = synonyms.get(plain)
     if known is not None:
         return known if known in names else None

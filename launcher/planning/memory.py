@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.arithmetic import LOGIT_BYTES
 from launcher.errors import ConfigError, Problem
 from launcher.families import trains_fully
-from launcher.planning.models import Shape, parameter_counts, trainable_counts
+from launcher.planning.models import parameter_counts, trainable_counts
+from launcher.planning.shapes import Shape, weights
 from launcher.spec import RunConfig, RunPlan
 
 GIB = 2**30
@@ -55,6 +57,10 @@ USABLE = 0.9  # of a GPU: the rest is fragmentation and what this estimate does 
 CONTEXT_BYTES = {"cuda": 2 * GIB, "cpu": GIB // 2}  # CUDA context and NCCL; Python and its libraries
 TOKEN_STEP = 1024
 CPU_TOKENS = 8192
+# bitsandbytes: a float32 constant for each 64 weights of 4 bits; double_quant stores 256 of them in a byte each and
+# one more float32. Moments of 8 bits have a float32 for each 256 values.
+CONSTANTS, CONSTANTS_TWICE = 4 / 64, 1 / 64 + 4 / (64 * 256)
+MOMENTS_8BIT = 2 * (1 + 4 / 256)
 GPU_TOKENS = 32768  # a GPU is busy long before this; more only costs memory
 
 
@@ -134,10 +140,12 @@ def estimate(
     """Bytes by part for one micro-batch of `max_tokens` tokens, all of them visual in the worst case."""
     zero = deepspeed["zero_optimization"]
     stage: int = zero["stage"]
-    size = 2 if deepspeed.get("bf16", {}).get("enabled") else 4
+    size = 2 if any(deepspeed.get(name, {}).get("enabled") for name in ("bf16", "fp16")) else 4
     counts = parameter_counts(shape)
-    frozen = sum(count for part, count in counts.items() if not trains_fully(part, config.tune))
-    trained = sum(trainable_counts(shape, config.tune).values())
+    head = config.task.name == "sft" and config.tune.head == "full"
+    whole = [part for part in counts if trains_fully(part, config.tune) or (part == "head" and head)]
+    frozen = sum(count for part, count in counts.items() if part not in whole)
+    trained = sum(trainable_counts(shape, config.tune, config.task).values())
 
     def shard(count: float, from_stage: int) -> int:
         return int(count / world) if stage >= from_stage else int(count)
@@ -145,14 +153,15 @@ def estimate(
     # Gradients accumulate in float32 (data_types.grad_accum_dtype), beside those of the backward pass.
     gradients = shard(4 * trained, 2) + (size * trained if size == 2 and stage < 2 else 0)
     # Adam's two moments, and the master copy that ZeRO keeps even of float32 weights.
-    optimizer = shard((8 if stage == 0 and size == 4 else 12) * trained, 1)
+    moments = 8 if config.optim.name == "adamw" else MOMENTS_8BIT
+    optimizer = shard((moments + (0 if stage == 0 and size == 4 else 4)) * trained, 1)
     bucket = zero.get("reduce_bucket_size", 0) * size * (2 if zero.get("overlap_comm") else 1)
     gathered = 0
     if stage == 3:
         bucket += zero.get("stage3_prefetch_bucket_size", 0) * size
-        gathered = size * max(2 * shape.layer_matmul, shape.vocab * shape.hidden)
+        gathered = size * max(2 * shape.layer_weights, shape.vocab * shape.hidden)
     return {
-        "frozen weights": shard(size * frozen, 3),
+        "frozen weights": shard(size * frozen - _saved_by_4bit(config, shape, size), 3),
         "trained weights": shard(size * trained, 3),
         "gradients": gradients,
         "optimizer": optimizer,
@@ -160,14 +169,31 @@ def estimate(
         "gathered layers": gathered,
         "activations": max_tokens * size * _kept_values(config, shape, checkpointed_layers),
         "vision": max_tokens * size * _vision_values(config, shape),
+        **({"logits": _logit_bytes(config, shape, size, max_tokens)} if config.task.name == "sft" else {}),
         "context": CONTEXT_BYTES[device],
     }
+
+
+def _logit_bytes(config: RunConfig, shape: Shape, size: int, max_tokens: int) -> int:
+    """The chunk of vocabulary-wide logits that training.heads computes at a time: float32, softmax and a copy in the
+    model's format; and the weight's gradient, summed in float32, where it trains."""
+    chunk = min(LOGIT_BYTES, 4 * max_tokens * shape.vocab)
+    trains = config.tune.head == "full" or (shape.tied and config.tune.language == "full")
+    return 2 * chunk + chunk * size // 4 + ((4 + size) * shape.vocab * shape.hidden if trains else 0)
+
+
+def _saved_by_4bit(config: RunConfig, shape: Shape, size: int) -> float:
+    """Bytes that tune=qlora takes off the linear layers of the language model."""
+    if config.tune.name != "qlora":
+        return 0.0
+    each = 0.5 + (CONSTANTS_TWICE if config.tune.double_quant else CONSTANTS)
+    return (size - each) * sum(weights(shape.decoder(n)) for n in range(shape.layers))
 
 
 def disk_bytes(plan: RunPlan) -> int:
     """What a run writes, about: the checkpoints it keeps, the one written beside them, and the export."""
     options = plan.config.checkpoint
-    weight = 2 if plan.precision == "bf16" else 4
+    weight = 4 if plan.precision == "fp32" else 2
     saves = (options.every_steps, options.every_epoch, options.at_end, options.keep_best, options.export)
     checkpoints = options.keep_last + int(options.keep_best) + 1 if any(saves) else 0
     state = 12 + weight  # bytes of a trained parameter: float32 master and two moments, and the weight
@@ -181,7 +207,7 @@ def _kept_values(config: RunConfig, shape: Shape, checkpointed: int) -> int:
     Counted through our own scorer with saved-tensor hooks on a scaled-down model: frozen weights keep no input of
     their own, trained ones do.
     """
-    layer = 4 * shape.intermediate + 6 * shape.hidden + 4 * shape.q_width + 6 * shape.kv_width
+    layer = 4 * shape.mlp_width + 6 * shape.hidden + 4 * shape.q_width + 6 * shape.kv_width
     if config.tune.language == "full":
         layer += 2 * shape.hidden + shape.q_width + shape.kv_width
     kept = (shape.layers - checkpointed) * layer + checkpointed * shape.hidden
@@ -191,6 +217,8 @@ def _kept_values(config: RunConfig, shape: Shape, checkpointed: int) -> int:
 def _vision_values(config: RunConfig, shape: Shape) -> int:
     """Values a visual token keeps in the tower: every block when it trains, one block when it is frozen."""
     v = shape.vision
+    if v is None:
+        return 0
     block = 8 * v.hidden + 2 * v.intermediate
     blocks = v.depth if config.tune.vision != "frozen" else 1
     return v.merge**2 * blocks * block + (1 + v.deepstack) * (2 * v.merged + shape.hidden)
@@ -215,7 +243,7 @@ def _advice(config: RunConfig, shape: Shape, checkpointed: int) -> str:
         steps.append("memory.gradient_checkpointing=all")
     if config.batch.max_tokens != "auto":
         steps.append("a smaller batch.max_tokens")
-    if config.zero.name != "stage3":
+    if config.zero.name != "stage3" and config.tune.name != "qlora":
         steps.append("zero=stage3")
     if config.tune.language == "full":
         steps.append("tune=lora")

@@ -1,178 +1,81 @@
-"""config.json -> layer sizes, module names, parameter counts by part and what a tuning choice trains.
+"""Layer sizes -> module names, parameter counts by part and what a tuning choice trains.
 
-Counts are exact; a test compares them with transformers. Nothing is loaded.
+The sizes themselves are read in `shapes`. Counts are exact; a test compares them with transformers. Nothing is loaded.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
-from launcher.errors import ConfigError, Problem
-from launcher.families import FAMILIES, LORA_PARTS, PARTS, Family, lora_pattern, matched_modules, trains_fully
-from launcher.spec import ModelConfig, TuneConfig
+from launcher.errors import Problem
+from launcher.families import (
+    ALL_LINEAR,
+    LORA_PARTS,
+    PARTS,
+    PUBLISHED,
+    lora_pattern,
+    matched_modules,
+    trains_fully,
+)
+from launcher.planning.shapes import Linears, Shape, weights
+from launcher.spec import RunConfig, TaskConfig, TuneConfig
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VisionShape:
-    """Sizes of the vision tower and its projector."""
-
-    depth: int
-    hidden: int
-    intermediate: int
-    out_hidden: int
-    patch_values: int  # numbers of one patch: channels x frames x side x side
-    merge: int  # patches of one visual token: merge x merge
-    positions: int
-    deepstack: int  # feature maps handed to early decoder layers
-
-    @property
-    def merged(self) -> int:
-        """Width of the patches of one visual token side by side."""
-        return self.hidden * self.merge**2
-
-    @property
-    def block(self) -> int:
-        """Parameters of one vision block."""
-        h, i = self.hidden, self.intermediate
-        return 4 * h * h + 4 * h + 2 * h * i + i + h + 4 * h
-
-    @property
-    def merger(self) -> int:
-        """Parameters of the two linear layers of one merger."""
-        return self.merged**2 + self.merged + self.merged * self.out_hidden + self.out_hidden
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
-    """Sizes of a model."""
-
-    family: Family
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    tied: bool
-    vision: VisionShape
-
-    @property
-    def q_width(self) -> int:
-        """Width of all query heads together."""
-        return self.heads * self.head_dim
-
-    @property
-    def kv_width(self) -> int:
-        """Width of all key (or value) heads together."""
-        return self.kv_heads * self.head_dim
-
-    @property
-    def layer_matmul(self) -> int:
-        """Weights of one decoder layer that multiply every token."""
-        return 2 * self.hidden * (self.q_width + self.kv_width) + 3 * self.hidden * self.intermediate
-
-
-def read_shape(model: ModelConfig, arch: dict[str, Any]) -> Shape:
-    """Sizes from `arch`, which has the structure of config.json; missing or odd values are one ConfigError."""
-    where = f"{model.path}/config.json" if model.path else "model.arch"
-    family = FAMILIES.get(model.family)
-    problems: list[Problem] = []
-    if family is None:
-        known = ", ".join(FAMILIES)
-        raise ConfigError(Problem(f"model.family={model.family} is not known here: {known}", "", ("model=tiny",)))
-    if arch.get("model_type", family.model_type) != family.model_type:
-        text = f"model_type is {arch['model_type']}, but model.family={model.family} needs {family.model_type}"
-        raise ConfigError(Problem(text, where, ("model.path=FOLDER of a Qwen3-VL model",)))
-
-    def number(section: str, key: str) -> int:
-        value = (arch.get(section) or {}).get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            found = "missing" if value is None else repr(value)
-            problems.append(Problem(f"{section}.{key} is {found}, but must be a whole number above 0", where))
-            return 1
-        return value
-
-    text, vision = "text_config", "vision_config"
-    patch = number(vision, "patch_size")
-    depth, layers = number(vision, "depth"), number(text, "num_hidden_layers")
-    deepstack = (arch.get(vision) or {}).get("deepstack_visual_indexes") or []
-    if any(not isinstance(i, int) or not 0 <= i < depth for i in deepstack) or len(deepstack) > layers:
-        text_ = f"vision_config.deepstack_visual_indexes {list(deepstack)} must lie below depth {depth}"
-        problems.append(Problem(f"{text_} and be at most {layers}, the decoder layers", where))
-    shape = Shape(
-        family=family,
-        hidden=number(text, "hidden_size"),
-        intermediate=number(text, "intermediate_size"),
-        layers=layers,
-        heads=number(text, "num_attention_heads"),
-        kv_heads=number(text, "num_key_value_heads"),
-        head_dim=number(text, "head_dim"),
-        vocab=number(text, "vocab_size"),
-        # Qwen3-VL obeys the top-level key only; the one in text_config is ignored by transformers.
-        tied=bool(arch.get("tie_word_embeddings", False)),
-        vision=VisionShape(
-            depth=depth,
-            hidden=number(vision, "hidden_size"),
-            intermediate=number(vision, "intermediate_size"),
-            out_hidden=number(vision, "out_hidden_size"),
-            patch_values=number(vision, "in_channels") * number(vision, "temporal_patch_size") * patch**2,
-            merge=number(vision, "spatial_merge_size"),
-            positions=number(vision, "num_position_embeddings"),
-            deepstack=len(deepstack),
-        ),
-    )
-    if shape.vision.out_hidden != shape.hidden:
-        text_ = f"vision_config.out_hidden_size is {shape.vision.out_hidden}, but must be {shape.hidden}"
-        problems.append(Problem(f"{text_}, the language model's hidden_size", where))
-    if problems:
-        raise ConfigError(*problems)
-    return shape
+RERANK = TaskConfig(name="rerank")
 
 
 def parameter_counts(shape: Shape) -> dict[str, int]:
-    """Parameters by part. A tied head has none of its own."""
-    v = shape.vision
-    layer = shape.layer_matmul + 2 * shape.hidden + 2 * shape.head_dim
+    """Parameters by part. A tied head has none of its own; what a model lacks has 0."""
     vocabulary = shape.vocab * shape.hidden
-    return {
-        "language": shape.layers * layer + shape.hidden,
+    counts = {
+        "language": sum(_decoder_layer(shape, n) for n in range(shape.layers)) + shape.hidden,
         "embeddings": vocabulary,
         "head": 0 if shape.tied else vocabulary,
-        "vision": v.patch_values * v.hidden + v.hidden + v.positions * v.hidden + v.depth * v.block,
-        "projector": v.merger + 2 * v.hidden + v.deepstack * (v.merger + 2 * v.merged),
-    }
-
-
-def linear_modules(shape: Shape) -> dict[str, tuple[int, int]]:
-    """Every linear module by its live name, with its input and output width."""
-    h, i, q, kv = shape.hidden, shape.intermediate, shape.q_width, shape.kv_width
-    decoder = {
-        "self_attn.q_proj": (h, q),
-        "self_attn.k_proj": (h, kv),
-        "self_attn.v_proj": (h, kv),
-        "self_attn.o_proj": (q, h),
-        "mlp.gate_proj": (h, i),
-        "mlp.up_proj": (h, i),
-        "mlp.down_proj": (i, h),
+        "vision": 0,
+        "projector": 0,
     }
     v = shape.vision
-    block = {
-        "attn.qkv": (v.hidden, 3 * v.hidden),
-        "attn.proj": (v.hidden, v.hidden),
-        "mlp.linear_fc1": (v.hidden, v.intermediate),
-        "mlp.linear_fc2": (v.intermediate, v.hidden),
-    }
-    merger = {"linear_fc1": (v.merged, v.merged), "linear_fc2": (v.merged, v.out_hidden)}
-    groups = [
-        *((f"model.language_model.layers.{n}", decoder) for n in range(shape.layers)),
-        *((f"model.visual.blocks.{n}", block) for n in range(v.depth)),
-        ("model.visual.merger", merger),
-        *((f"model.visual.deepstack_merger_list.{n}", merger) for n in range(v.deepstack)),
-    ]
+    if v is None:
+        return counts
+    norms = 2 * v.hidden if v.kind == "qwen2_5" else 4 * v.hidden  # RMSNorm has no bias
+    embedding = v.patch_values * v.hidden + (0 if v.kind == "qwen2_5" else v.hidden) + v.positions * v.hidden
+    counts["vision"] = embedding + v.depth * (weights(v.block) + _biases(v.block) + norms)
+    merger = weights(v.merger) + _biases(v.merger)
+    counts["projector"] = merger + norms // 2 + v.deepstack * (merger + 2 * v.merged)
+    return counts
+
+
+def _decoder_layer(shape: Shape, layer: int) -> int:
+    """Parameters of one decoder layer."""
+    family, e, d = shape.family, shape.experts, shape.delta
+    linears = shape.decoder(layer)
+    total = weights(linears) + 2 * shape.hidden
+    if e is not None:
+        total += shape.expert_weights + e.count * shape.hidden  # and the router
+    if d is not None and layer not in shape.attending:
+        return total + (2 * d.keys + d.values) * d.kernel + 2 * d.heads + d.head_dim
+    projections = {name: widths for name, widths in linears.items() if name.startswith("self_attn")}
+    if family.qkv_bias:
+        del projections["self_attn.o_proj"]
+    biases = _biases(projections) if family.qkv_bias or shape.attention_bias else 0
+    return total + biases + (2 * shape.head_dim if family.qk_norm else 0)
+
+
+def _biases(linears: Linears) -> int:
+    return sum(out for _, out in linears.values())
+
+
+def linear_modules(shape: Shape) -> Linears:
+    """Every linear module by its live name, with its input and output width."""
+    v, language = shape.vision, shape.family.language
+    groups = [(f"{language}.layers.{n}", shape.decoder(n)) for n in range(shape.layers)]
+    if v is not None:
+        groups += [
+            *((f"model.visual.blocks.{n}", v.block) for n in range(v.depth)),
+            ("model.visual.merger", v.merger),
+            *((f"model.visual.deepstack_merger_list.{n}", v.merger) for n in range(v.deepstack)),
+        ]
     names = {f"{prefix}.{name}": widths for prefix, linears in groups for name, widths in linears.items()}
-    return {**names, "lm_head": (h, shape.vocab)}
+    return {**names, "lm_head": (shape.hidden, shape.vocab)}
 
 
 def lora_modules(shape: Shape, tune: TuneConfig) -> list[str]:
@@ -184,7 +87,11 @@ def check_targets(shape: Shape, tune: TuneConfig) -> list[Problem]:
     """What is wrong with `tune.target_modules`, judged against the model's real module names."""
     pattern = tune.target_modules
     parts = [part for part in LORA_PARTS if getattr(tune, part) == "lora"]
-    if pattern is None or not parts:
+    lacking = [part for part in parts if part not in shape.family.lora]
+    if lacking:
+        said = "the model reads text only: it has no"
+        return [Problem(f"{said} {p}, and tune.{p}=lora", "", (f"tune.{p}=frozen",)) for p in lacking]
+    if pattern in (None, ALL_LINEAR, PUBLISHED) or not parts:
         return []
     modules = linear_modules(shape)
     reached: dict[str, list[str]] = {}
@@ -206,15 +113,52 @@ def check_targets(shape: Shape, tune: TuneConfig) -> list[Problem]:
     return problems
 
 
-def trainable_counts(shape: Shape, tune: TuneConfig) -> dict[str, int]:
-    """Trainable parameters by part: whole parts, adapters of rank r, or the head's own two rows."""
+def remarks(shape: Shape, config: RunConfig) -> Iterator[str]:
+    """What a family does otherwise than one may expect, one sentence each."""
+    if shape.experts is not None and config.tune.language == "lora":
+        share = shape.layers * shape.expert_weights / parameter_counts(shape)["language"]
+        yield (
+            f"tune.language=lora adapts no expert: they are three-dimensional parameters, which adapters do not reach, "
+            f"and {100 * share:.0f} % of the language model"
+        )
+    if shape.delta is not None:
+        yield (
+            f"{shape.family.model_type} has linear-attention layers, whose state would run from one document into the "
+            "next: every document is computed whole, with no shared prefix, padded to the longest of its micro-batch; "
+            "on GPUs without the package flash-linear-attention these layers run slowly, in plain PyTorch"
+        )
+
+
+def data_problems(shape: Shape, config: RunConfig) -> list[Problem]:
+    """What of the data the model cannot read, as far as the names tell."""
+    data = config.dataset
+    if shape.family.sees or "digits" not in (data.name, data.format):
+        return []
+    text = f"dataset=digits is made of pictures, and model={config.model.name} reads text only"
+    return [Problem(text, "", ("dataset=jsonl dataset.train=FILE", "model=tiny"))]
+
+
+def head_problems(shape: Shape, tune: TuneConfig, task: TaskConfig) -> list[Problem]:
+    """What keeps the head of the task from being tuned as asked."""
+    if task.name != "sft" or tune.head != "full" or not shape.tied or tune.language == "full":
+        return []
+    text = "tune.head=full, but the head of this model is its embeddings (tie_word_embeddings), which tune.language"
+    tries = ("tune.head=frozen", "tune.language=full   (then both train)")
+    return [Problem(f"{text}={tune.language} keeps frozen", "", tries)]
+
+
+def trainable_counts(shape: Shape, tune: TuneConfig, task: TaskConfig = RERANK) -> dict[str, int]:
+    """Trainable parameters by part: whole parts, adapters of rank r, or those of the task's head."""
     counts = parameter_counts(shape)
     trainable = {part: counts[part] if trains_fully(part, tune) else 0 for part in PARTS}
     modules = linear_modules(shape)
     for name in lora_modules(shape, tune):
-        trainable[shape.family.part_of(name)] += tune.r * sum(modules[name])
-    if tune.head == "full":
-        trainable["head"] += 2 * shape.hidden
+        wide = modules[name][1] if tune.use_dora else 0  # DoRA: a length for each output
+        trainable[shape.family.part_of(name)] += tune.r * sum(modules[name]) + wide
+    if task.name == "classify":
+        trainable["head"] += len(task.classes) * shape.hidden  # 0 until the rows have told the classes
+    elif tune.head == "full":
+        trainable["head"] += 2 * shape.hidden if task.name == "rerank" else counts["head"]
     return trainable
 
 

@@ -6,6 +6,7 @@ Pure: the same configuration and facts give the same plan. All problems are repo
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,14 +27,16 @@ from launcher.planning.environ import declare, rank_environment
 from launcher.planning.facts import Facts, TextFile
 from launcher.planning.memory import MemoryPlan, disk_bytes, plan_memory
 from launcher.planning.models import (
-    Shape,
     check_targets,
+    data_problems,
+    head_problems,
     largest_adapter,
     parameter_counts,
-    read_shape,
+    remarks,
     trainable_counts,
 )
 from launcher.planning.placement import Placement, meeting_address, place
+from launcher.planning.shapes import Shape, read_shape
 from launcher.planning.speed import cost_model
 from launcher.planning.zero import Trained, finish_zero
 from launcher.planning.zero_lint import Settings
@@ -107,9 +110,11 @@ def _decide(config: RunConfig, facts: Facts, problems: _Problems) -> _Decided | 
         problems.found.extend(misfits(saved, fingerprint(config, arch), facts.resume.checkpoint))
     if shape is not None:
         problems.found.extend(check_targets(shape, config.tune))
+        problems.found.extend(head_problems(shape, config.tune, config.task))
+        problems.found.extend(data_problems(shape, config))
     if placement is not None:
         problems.found.extend(slurm_problems(config, placement.hosts[0].slots))
-    precision = problems.attempt(choose_precision, config, placement) if placement else None
+    precision = problems.attempt(choose_precision, config, placement, shape.family) if placement and shape else None
     env = problems.attempt(rank_environment, declared, facts, placement) if placement and declared else None
     if arch is None or shape is None or placement is None or precision is None or declared is None or env is None:
         return None
@@ -149,7 +154,7 @@ def _assemble(config: RunConfig, facts: Facts, now: datetime, decided: _Decided)
     """Put the decisions together, and what follows from them."""
     placement, shape, memory = decided.placement, decided.shape, decided.memory
     run_dir = run_folder(config, facts, now)
-    batch = plan_batch(config, facts, memory.max_tokens)
+    batch = plan_batch(config, facts, memory.max_tokens, placement.world_size)
     warmup = config.optim.warmup_steps if batch.total_steps is None else warmup_steps(config.optim, batch.total_steps)
     attention = choose_attention(config, placement)
     plan = RunPlan(
@@ -176,7 +181,7 @@ def _assemble(config: RunConfig, facts: Facts, now: datetime, decided: _Decided)
         warmup_steps=warmup,
         arch=decided.arch,
         parameters=parameter_counts(shape),
-        trainable=trainable_counts(shape, config.tune),
+        trainable=trainable_counts(shape, config.tune, config.task),
         batch=batch,
         cost=cost_model(shape),
         deepspeed=decided.deepspeed,
@@ -186,12 +191,14 @@ def _assemble(config: RunConfig, facts: Facts, now: datetime, decided: _Decided)
         host_env={},  # these two differ by host: preflight asks the hosts
         cores={},
         commands={},
+        data=dict(facts.prepared),
         warnings=(
             *placement.warnings,
             *withheld(placement.transport, decided.env[0]),
             *decided.notices,
             *(facts.resume.state.get("notes", ()) if facts.resume else ()),
             *oddities(config, facts, placement.world_size),
+            *remarks(shape, config),
             *_weights_warning(config, facts, shape),
             *memory.warnings,
         ),
@@ -199,22 +206,31 @@ def _assemble(config: RunConfig, facts: Facts, now: datetime, decided: _Decided)
     return with_port(plan, config.cluster.master_port)
 
 
-def plan_batch(config: RunConfig, facts: Facts, max_tokens: int) -> BatchPlan:
+def plan_batch(config: RunConfig, facts: Facts, max_tokens: int, world_size: int) -> BatchPlan:
     """Rows, steps an epoch and steps of the whole run; None where rows could not be counted."""
     rows, limit, size = facts.train_rows, config.dataset.max_rows, config.batch.global_size
     if rows is not None and limit is not None:
         rows = min(rows, limit)
+    rows = _prepared_rows(facts, "train", rows)
+    lengths = facts.prepared.get("train", {}).get("lengths") or {}
+    tokens = lengths.get("mean")
     per_epoch = None if rows is None else steps_per_epoch(rows, size)
     total = config.train.max_steps if per_epoch is None else total_steps(config.train, per_epoch)
     return BatchPlan(
         global_size=size,
         max_tokens=max_tokens,
         train_rows=rows,
-        eval_rows=facts.eval_rows,
+        eval_rows=_prepared_rows(facts, "eval", facts.eval_rows),
         steps_per_epoch=per_epoch,
         total_steps=total,
-        micro_steps=None,
+        micro_steps=None if tokens is None else math.ceil(tokens * size / (world_size * max_tokens)),
     )
+
+
+def _prepared_rows(facts: Facts, split: str, counted: int | None) -> int | None:
+    """The usable rows of a split that has been prepared, else as many as its files hold."""
+    found = facts.prepared.get(split)
+    return counted if found is None else found["rows"] - (found["lengths"] or {}).get("too_long", 0)
 
 
 def run_folder(config: RunConfig, facts: Facts, now: datetime) -> str:
@@ -237,9 +253,9 @@ def run_folder(config: RunConfig, facts: Facts, now: datetime) -> str:
 def _deepspeed(
     file: TextFile, own: TextFile | None, settings: Settings, shape: Shape
 ) -> tuple[dict[str, Any], list[str]]:
-    tune = settings.config.tune
+    tune, task = settings.config.tune, settings.config.task
     trained = Trained(
-        parameters=sum(trainable_counts(shape, tune).values()), largest_adapter=largest_adapter(shape, tune)
+        parameters=sum(trainable_counts(shape, tune, task).values()), largest_adapter=largest_adapter(shape, tune)
     )
     return finish_zero(file, own, settings, trained)
 

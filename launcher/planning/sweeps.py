@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.errors import ConfigError, LauncherError, Problem
+from launcher.plain import to_data
 from launcher.planning import grammar, keys, secrets
 from launcher.planning.config import Composed, read_config
 from launcher.planning.describe import table
 from launcher.planning.memory import GIB
 from launcher.planning.overrides import SLOT_LISTS, SWEEP_FLAGS, take_config_dirs
-from launcher.spec import RunOptions, RunPlan, SweepOptions, to_data
+from launcher.spec import RunOptions, RunPlan, SweepOptions
 
 MAX_JOBS = 1000
 MAX_COUNTED = 100_000  # values of one key
@@ -61,9 +62,10 @@ class Jobs:
 
     @property
     def metric(self) -> str:
-        """What sorts the table."""
+        """What sorts the table; "loss" alone is the one trained on."""
         first = next(iter(self.composed.values()), None)
-        return self.options.metric or (first.config.eval.metric if first else "")
+        own = first.config.metric if first else ""
+        return self.options.metric or ("eval/loss" if own == "loss" else own)
 
 
 def name_of(word: str) -> str:

@@ -7,7 +7,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from launcher.datafiles import SUFFIXES, is_hub_name
 from launcher.errors import Problem
+from launcher.families import FAMILIES
 from launcher.planning import answers, checks, grammar, keys
 from launcher.planning.overrides import CommandLine
 from launcher.planning.sources import Source
@@ -153,6 +155,44 @@ def _on_digits(data: dict[str, Any]) -> tuple[str, str] | None:
     return ("dataset=digits", "dataset=jsonl") if data["dataset"]["name"] == "digits" else None
 
 
+def _sources(data: dict[str, Any]) -> list[str]:
+    """What the data set's keys name, one entry a source."""
+    values = (data["dataset"]["train"], data["dataset"]["eval"])
+    named = [name for value in values for name in (value if isinstance(value, list) else [value])]
+    return [name for name in named if isinstance(name, str) and name != MISSING]
+
+
+def _beside_held_out_rows(data: dict[str, Any]) -> tuple[str, str] | None:
+    for key in ("eval", "eval_split"):
+        if data["dataset"][key] is not None:
+            return f"dataset.{key}={answers.shown(data['dataset'][key])}", f"dataset.{key}=null"
+    return _on_digits(data)
+
+
+def _of_one_source(data: dict[str, Any]) -> tuple[str, str] | None:
+    train = data["dataset"]["train"]
+    one = not isinstance(train, list) or len(train) < 2
+    return ("one source of training rows", "'dataset.train=[FILE,FILE]'") if one else None
+
+
+def _without_hub_names(data: dict[str, Any]) -> tuple[str, str] | None:
+    named = any(is_hub_name(name) for name in _sources(data))
+    return None if named else ("data that is on this machine", "dataset.train=OWNER/NAME")
+
+
+def _of_files_alone(data: dict[str, Any]) -> tuple[str, str] | None:
+    """For a key that chooses among the files of a folder or a hub's data set."""
+    files = all(name.lower().endswith(SUFFIXES) for name in _sources(data))
+    return ("single files", "dataset.train=FOLDER") if files else None
+
+
+def _unless_it_sees(data: dict[str, Any]) -> tuple[str, str] | None:
+    model = data["model"]
+    family = FAMILIES.get(model["family"])
+    blind = family is not None and not family.sees
+    return (f"model={model['name']}, which reads text only", "model=qwen3_vl_reranker_8b") if blind else None
+
+
 def _by_folder(data: dict[str, Any]) -> tuple[str, str] | None:
     path = data["model"]["path"]
     return (f"model.path={path}, whose config.json decides", "model.path=null") if path else None
@@ -163,8 +203,57 @@ def _without_lora(data: dict[str, Any]) -> tuple[str, str] | None:
     return (f"tune={data['tune']['name']}: no part is lora", "tune=lora") if "lora" not in parts else None
 
 
-def _with_loss(name: str, other: str) -> Callable[[dict[str, Any]], tuple[str, str] | None]:
-    return lambda data: (f"loss={name}", f"loss={other}") if data["loss"]["name"] == name else None
+def _unless_named(group: str, *names: str) -> Callable[[dict[str, Any]], tuple[str, str] | None]:
+    """For a key that only these options of a group read."""
+
+    def rule(data: dict[str, Any]) -> tuple[str, str] | None:
+        name = data[group]["name"]
+        return None if name in names else (f"{group}={name}", f"{group}={names[0]}")
+
+    return rule
+
+
+def _of_frozen(part: str) -> Callable[[dict[str, Any]], tuple[str, str] | None]:
+    """For a key about the training of one part."""
+
+    def rule(data: dict[str, Any]) -> tuple[str, str] | None:
+        classes = part == "head" and data["task"]["name"] == "classify"  # whose head always trains
+        if data["tune"][part] != "frozen" or classes:
+            return None
+        return f"tune.{part}=frozen", f"tune.{part}=full"
+
+    return rule
+
+
+def _without_temperature(data: dict[str, Any]) -> tuple[str, str] | None:
+    name, form = data["loss"]["name"], data["loss"]["form"]
+    if name == "distill":
+        return None if form == "kl" else (f"loss=distill loss.form={form}", "loss.form=kl")
+    return None if name == "listwise" else (f"loss={name}", "loss=listwise")
+
+
+def _without_margin(data: dict[str, Any]) -> tuple[str, str] | None:
+    name, form = data["loss"]["name"], data["loss"]["form"]
+    if name == "pairwise":
+        return None if form == "margin" else (f"loss=pairwise loss.form={form}", "loss.form=margin")
+    return f"loss={name}", "loss=pairwise loss.form=margin"
+
+
+def _on_digits_or_chats(data: dict[str, Any]) -> tuple[str, str] | None:
+    """For segments of videos, which only documents of a query are cut into."""
+    return _on_digits(data) or _unless_named("task", "rerank")(data)
+
+
+def _without_segments(data: dict[str, Any]) -> tuple[str, str] | None:
+    """For what is done with the scores of a video's segments."""
+    whole = data["dataset"]["video"]["segment_s"] is None
+    return ("dataset.video.segment_s=null", "dataset.video.segment_s=60") if whole else None
+
+
+def _without_top_k(data: dict[str, Any]) -> tuple[str, str] | None:
+    fuse = data["dataset"]["video"]["fuse"]
+    other = None if fuse == "top_k" else (f"dataset.video.fuse={fuse}", "dataset.video.fuse=top_k")
+    return _without_segments(data) or other
 
 
 def _unless_profiled(*tools: str) -> Callable[[dict[str, Any]], tuple[str, str] | None]:
@@ -198,13 +287,43 @@ def _not_over(*transports: str) -> Callable[[dict[str, Any]], tuple[str, str] | 
     return rule
 
 
+VIDEO = ("fps", "min_frames", "max_frames", "max_pixels", "total_pixels")
+SAMPLING = ("max_positives", "max_negatives", "random_negatives")  # of dataset: which documents of a query are used
+
 # Key -> what makes a typed value useless, and what to type beside it; None where it has an effect.
 _INEFFECTIVE: dict[str, Callable[[dict[str, Any]], tuple[str, str] | None]] = {
     "model.arch": _by_folder,
+    "model.min_pixels": _unless_it_sees,
+    "model.max_pixels": _unless_it_sees,
+    "tune.vision": _unless_it_sees,
+    "tune.projector": _unless_it_sees,
     "dataset.train": _on_digits,
     "dataset.eval": _on_digits,
-    "loss.temperature": _with_loss("pointwise", "listwise"),
-    "loss.positive_weight": _with_loss("listwise", "pointwise"),
+    "dataset.eval_fraction": _beside_held_out_rows,
+    "dataset.weights": _of_one_source,
+    "dataset.source": _without_hub_names,
+    "dataset.subset": _of_files_alone,
+    "dataset.split": _of_files_alone,
+    "dataset.eval_split": _of_files_alone,
+    "loss.temperature": _without_temperature,
+    "loss.positive_weight": _unless_named("loss", "pointwise"),
+    "loss.form": _unless_named("loss", "pairwise", "distill"),
+    "loss.margin": _without_margin,
+    "loss.function": _unless_named("loss", "custom"),
+    "loss.unit": _unless_named("loss", "custom"),
+    **{f"dataset.{name}": _unless_named("task", "rerank") for name in SAMPLING},
+    **{f"dataset.video.{name}": _on_digits for name in VIDEO},
+    "dataset.video.segment_s": _on_digits_or_chats,
+    "dataset.video.fuse": _without_segments,
+    "dataset.video.top_k": _without_top_k,
+    "task.instruction": _unless_named("task", "rerank"),
+    "task.system": _unless_named("task", "sft", "classify"),
+    "task.classes": _unless_named("task", "classify"),
+    "tune.double_quant": _unless_named("tune", "qlora"),
+    "tune.head": _unless_named("task", "rerank", "sft"),
+    "model.adapter": _without_lora,
+    **{f"optim.lr_{part}": _of_frozen(part) for part in ("language", "vision", "projector", "head")},
+    "precision.force": _unless_named("precision", "fp16"),
     "cluster.slurm_args": _only_over("slurm"),
     "cluster.pdsh_args": _only_over("pdsh"),
     "cluster.connect_s": _not_over("local", "env"),
@@ -213,7 +332,10 @@ _INEFFECTIVE: dict[str, Callable[[dict[str, Any]], tuple[str, str] | None]] = {
     "profile.first_step": _unless_profiled("torch", "nsys", "deepspeed", "comms"),
     "profile.steps": _unless_profiled("torch", "nsys", "comms"),
     "profile.ranks": _unless_profiled("torch", "nsys"),
-    **{f"tune.{name}": _without_lora for name in ("r", "lora_alpha", "lora_dropout", "target_modules")},
+    **{
+        f"tune.{name}": _without_lora
+        for name in ("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora")
+    },
 }
 
 

@@ -10,10 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.errors import ConfigError, Problem
+from launcher.planning.consistency import uses_lora
 from launcher.planning.facts import TextFile
 from launcher.planning.zero_lint import Linter, Settings, parse_json
 
 NEVER = 10**9  # steps_per_print: the launcher's own log has these numbers
+# Dynamic loss scale. From 2^12 down, not DeepSpeed's 2^16: the ten skipped steps in a row that end a run
+# (train.max_bad_steps) bring it near its minimum, so that no healthy search for a scale is taken for a broken run.
+FP16 = {"enabled": True, "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 1000, "min_loss_scale": 1}
 SMALLEST_BUCKET = 10**6
 
 
@@ -58,6 +62,8 @@ def finish_zero(
         config["zero_force_ds_cpu_optimizer"] = False
     if settings.precision == "bf16":
         config["bf16"] = {"enabled": True, **own.get("bf16", {})}
+    if settings.precision == "fp16":
+        config["fp16"] = {**FP16, **own.get("fp16", {})}
     if stage > 0:
         config["data_types"] = {"grad_accum_dtype": "fp32", **own.get("data_types", {})}
     rest = {**base, **own}
@@ -88,9 +94,20 @@ def _stage3_defaults(stage: int) -> dict[str, Any]:
 
 
 def _check_stage(stage: int, settings: Settings, user: TextFile | None) -> None:
-    if stage == 0 and settings.precision == "bf16":
-        text = "zero stage 0 in bf16 would add up gradients in bf16: DeepSpeed offers float32 sums from stage 1 on"
-        raise ConfigError(Problem(text, user.path if user else "", ("zero=stage1", "precision=fp32")))
+    tune, precision, where = settings.config.tune, settings.precision, user.path if user else ""
+    problems = []
+    if stage == 0 and precision in ("bf16", "fp16"):
+        text = f"zero stage 0 in {precision} would add up gradients in {precision}"
+        text = f"{text}: DeepSpeed offers float32 sums from stage 1 on"
+        problems.append(Problem(text, where, ("zero=stage1", "precision=fp32")))
+    if stage == 3 and tune.name == "qlora":
+        text = "tune=qlora with zero stage 3: every GPU would hold all of the 4-bit weights, since they are not sharded"
+        problems.append(Problem(text, where, ("zero=stage2", "tune=lora")))
+    if stage == 3 and tune.use_dora and uses_lora(tune):
+        text = "tune.use_dora=true needs whole weight matrices for their lengths, and zero stage 3 keeps them sharded"
+        problems.append(Problem(text, where, ("zero=stage2", "tune.use_dora=false")))
+    if problems:
+        raise ConfigError(*problems)
 
 
 def _buckets(zero: dict[str, Any], trained: Trained) -> dict[str, int]:

@@ -80,6 +80,7 @@ BF16_KEYS = (
     "bf16_optimizer_states",
 )
 FP16_ONLY = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale", "auto_cast")
+FP16_KEYS = ("enabled", *FP16_ONLY, "consecutive_hysteresis", "fp16_master_weights_and_grads")
 OFFLOAD_KEYS = (
     "device",
     "nvme_path",

@@ -17,6 +17,7 @@ from launcher.planning.facts import TextFile
 from launcher.planning.zero_keys import (
     BATCH_KEYS,
     BF16_KEYS,
+    FP16_KEYS,
     FP16_ONLY,
     OFFLOAD_KEYS,
     OPTIMIZERS,
@@ -72,9 +73,11 @@ class Linter:
         cleaned: dict[str, Any] = _without_auto(
             {key: raw[key] for key in raw if key in PASSED_KEYS}, "", self.notices, self.file.path
         )
-        extra = {k: v for k, v in _object(raw.get("bf16")).items() if k in BF16_KEYS and k != "enabled" and v != "auto"}
-        if extra:
-            cleaned["bf16"] = extra
+        for name, known in (("bf16", BF16_KEYS), ("fp16", FP16_KEYS)):
+            given = _object(raw.get(name))
+            extra = {k: v for k, v in given.items() if k in known and k != "enabled" and v != "auto"}
+            if extra and self.settings.precision == name:
+                cleaned[name] = extra
         if self.problems:
             raise ConfigError(*self.problems)
         return cleaned
@@ -114,19 +117,19 @@ class Linter:
 
     def _check_precision(self, raw: dict[str, Any]) -> None:
         bf16, fp16 = _object(raw.get("bf16")), _object(raw.get("fp16"))
-        if fp16.get("enabled") is True:
-            also = " (and bf16 is enabled too)" if bf16.get("enabled") is True else ""
-            self.problem(f"fp16 is enabled{also}; the launcher trains in bf16 or fp32", "precision=bf16")
+        both = bf16.get("enabled") is True and fp16.get("enabled") is True
+        if both:
+            self.problem("fp16 and bf16 are enabled, and a run has one precision", "precision=bf16", "precision=fp16")
+        self._check_names(fp16, FP16_KEYS, "fp16")
         for key in bf16:
             if key in FP16_ONLY:
                 self.problem(f"bf16.{key} is a key of fp16: bf16 needs no loss scale")
         self._check_names({k: v for k, v in bf16.items() if k not in FP16_ONLY}, BF16_KEYS, "bf16")
-        enabled = bf16.get("enabled", "auto")
-        if enabled == "auto":
-            return
-        if enabled is not (self.settings.precision == "bf16"):
-            text = f"bf16.enabled is {json.dumps(enabled)}, and this run computes in {self.settings.precision}"
-            self.problem(text, f"precision={'bf16' if enabled is True else 'fp32'}")
+        for name, section in (("bf16", bf16), ("fp16", fp16)):
+            enabled = section.get("enabled", "auto")
+            if enabled != "auto" and not both and enabled is not (self.settings.precision == name):
+                text = f"{name}.enabled is {json.dumps(enabled)}, and this run computes in {self.settings.precision}"
+                self.problem(text, f"precision={name if enabled is True else 'fp32'}")
 
     def _check_optimizer(self, raw: dict[str, Any]) -> None:
         optim = self.settings.config.optim

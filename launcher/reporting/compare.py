@@ -19,7 +19,8 @@ from launcher.reporting.swept import swept_charts
 from launcher.reporting.table import Table
 from launcher.rundir import SWEEP, RunDir, read_json, write_atomic
 from launcher.running.journal import Line, eval_scores
-from launcher.running.results import STATUSES, numbers_of, rank
+from launcher.running.results import NUMBERS, STATUSES, numbers_of, rank
+from launcher.spec import lower_is_better
 
 NOT_ASKED = ("run.", "model.arch.", "resume", "sweep.")  # where a run lives, and what follows from another key
 NO_MEMORY = "None of these runs measured it (a CPU has none)."
@@ -67,12 +68,13 @@ def compare_jobs(folder: Path) -> Comparison:
         raise ConfigError(Problem(text, tries=("python -m launcher status",)), title="with this sweep")
     found.sort(key=lambda pair: rank(pair[0], asked))
     jobs, records = [job for job, _ in found], [record for _, record in found]
-    scored = any(asked in eval_scores(entry) for record in records for entry in record.evals)
+    metric = asked.removeprefix("eval/")
+    scored = asked not in NUMBERS and any(metric in eval_scores(entry) for record in records for entry in record.evals)
     return Comparison(
         title=f"Sweep {folder.resolve().name}",
         records=records,
         names=[_job_name(job) for job in jobs],
-        metric=asked if scored else own_metric(records[0]),
+        metric=metric if scored else own_metric(records[0]),
         notes=notes,
         pages={
             row: f"{quote(jobs[row]['folder'])}/report.html" for row, r in enumerate(records) if r.run.report.is_file()
@@ -116,10 +118,11 @@ def comparison_page(comparison: Comparison) -> str:
 
 def results_table(comparison: Comparison) -> Table:
     """How each run did, the best value of each column marked."""
+    direction = LOW if lower_is_better(comparison.metric) else HIGH
     # Name, value, its words, and which end is better.
     columns: tuple[tuple[str, Callable[[Record, Summary], Value], Callable[[Value], str], object], ...] = (
         ("steps", lambda _, s: s.steps, words.count, None),
-        (f"best {comparison.metric}", lambda _, s: s.best, lambda value: words.plain(value, ".4f"), HIGH),
+        (f"best {comparison.metric}", lambda _, s: s.best, lambda value: words.plain(value, ".4f"), direction),
         ("loss, last tenth", lambda _, s: s.final_loss, words.loss, LOW),
         ("queries/s", lambda _, s: s.queries_per_s, words.count, HIGH),
         ("tokens/s", lambda _, s: s.tokens_per_s, words.count, HIGH),

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launcher.reporting.record import Record, known, number, numbers, part_of
-from launcher.running.journal import Line, eval_scores
+from launcher.running.journal import Line, best_of, eval_scores
+from launcher.spec import metric_of
 
 WARM_STEPS = 5  # after each start kernels are chosen and memory grows: those steps say nothing of the speed
 PARTS = ("data_wait_s", "forward_s", "backward_s", "optimizer_s")
@@ -66,7 +67,7 @@ def summarise(record: Record, metric: str | None = None) -> Summary:
 
 def own_metric(record: Record) -> str:
     """The evaluation metric that decides in this run."""
-    return str(part_of(record.config, "eval").get("metric", "ndcg@10"))
+    return metric_of(record.config)
 
 
 def steady_steps(record: Record) -> list[Line]:
@@ -137,9 +138,8 @@ def gpus(line: Line) -> list[Line]:
 
 
 def best_eval(record: Record, metric: str) -> Line | None:
-    """The trained evaluation with the highest metric; all metrics are better when higher."""
-    scored = [line for line in record.evals if line["step"] > 0 and _score(line, metric) is not None]
-    return max(scored, key=lambda line: _score(line, metric) or 0.0, default=None)
+    """The trained evaluation with the best metric."""
+    return best_of([line for line in record.evals if line["step"] > 0], metric)
 
 
 def final_loss(steps: Sequence[Line]) -> float | None:
@@ -166,4 +166,4 @@ def quantile(values: Sequence[float], share: float) -> float | None:
 
 
 def _score(line: Line, metric: str) -> float | None:
-    return number(eval_scores(line).get(metric))
+    return number(eval_scores(line).get(metric.removeprefix("eval/")))

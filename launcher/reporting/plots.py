@@ -174,7 +174,8 @@ def eval_chart(record: Record) -> Chart:
     xs = [entry["step"] for entry in record.evals]
     metric = own_metric(record)
     traces = []
-    for index, name in enumerate(dict.fromkeys(name for entry in record.evals for name in eval_scores(entry))):
+    names = dict.fromkeys(name for entry in record.evals for name in eval_scores(entry) if name != "perplexity")
+    for index, name in enumerate(names):  # perplexity is the loss on another scale, which would flatten the others
         ys = [number(eval_scores(entry).get(name)) for entry in record.evals]
         width = 2.6 if name == metric else 1.4
         traces.append(line(name, xs, ys, color(index), form=".4f", mode="lines+markers", width=width))
@@ -185,7 +186,7 @@ def eval_chart(record: Record) -> Chart:
         traces.append(_points("best", [(best["step"], value)], [label(text)], "star", color(4)))
         traces[-1]["marker"]["size"] = 14
     shown = figure([Row(title="", traces=traces)], STEP, row_px=340)
-    return Chart(id="eval", title=title, about="Higher is better.", figure=shown)
+    return Chart(id="eval", title=title, about="Higher is better, but for loss and perplexity.", figure=shown)
 
 
 def speed_chart(record: Record) -> Chart:

@@ -11,10 +11,11 @@ from datetime import datetime
 from typing import Any
 
 from launcher.errors import ConfigError, Problem
+from launcher.plain import from_data
 from launcher.rundir import RunDir
 from launcher.running.journal import JsonTail, Line, inside, rank_statuses, read_quietly
 from launcher.running.state import GOES_ON, find_state, read_object, run_name
-from launcher.spec import RunPlan, from_data
+from launcher.spec import RunPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from launcher.reporting.table import Table
 from launcher.reporting.timing import by_rank, phase_seconds, step_shares
 from launcher.rundir import read_json
 from launcher.running.failures import tail_lines
-from launcher.running.journal import Line, eval_scores, read_quietly
+from launcher.running.journal import Line, best_of, eval_scores, read_quietly
 
 SHOWN_EVALS = 12
 SHOWN_FILES = 60
@@ -36,10 +36,8 @@ def eval_table(record: Record) -> Table:
         [f"{line['step']:,}", *(words.plain(number(eval_scores(line).get(name)), ".4f") for name in names)]
         for line in lines
     ]
-    best = [
-        (max(range(len(lines)), key=lambda row: number(eval_scores(lines[row]).get(name)) or 0.0), column_)
-        for column_, name in enumerate(names, start=1)
-    ]
+    found = [best_of(lines, name) for name in names]
+    best = [(lines.index(line), column_) for column_, line in enumerate(found, start=1) if line is not None]
     right = tuple(range(len(names) + 1))
     return Table(
         title="Evaluations",

@@ -6,7 +6,7 @@ import re
 import signal
 from dataclasses import dataclass
 
-from launcher.errors import ExitCode
+from launcher.errors import ExitCode, TrainingError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +23,7 @@ class Cause:
 _ALL = (
     Cause(name="config", code=ExitCode.CONFIG, retry=False),
     Cause(name="machine", code=ExitCode.MACHINE, retry=False),
+    Cause(name="training", retry=False),
     Cause(name="exception"),
     Cause(name="left_early", advice="the end of its log: something in that process has ended it", retry=False),
     Cause(name="exit_code"),
@@ -154,6 +155,8 @@ def of_error(kind: str, message: str, exit_code: int) -> Cause:
     """What an exception that a rank wrote down tells of."""
     if exit_code == ExitCode.CONFIG:
         return CAUSES["config"]
+    if kind == TrainingError.__name__:
+        return CAUSES["training"]
     found = of_text(f"{kind}: {message}")
     return found or CAUSES["machine" if exit_code == ExitCode.MACHINE else "exception"]
 

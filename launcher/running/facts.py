@@ -16,8 +16,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from launcher import datafiles
 from launcher.errors import ConfigError, Problem
+from launcher.hubs import hf_cache, local_folder
 from launcher.planning.facts import Facts, LocalGpu, Resume, TextFile
+from launcher.prepared import read_summary
 from launcher.resources import ds_configs_dir, hostfiles_dir
 from launcher.rundir import RunDir, resolve_resume
 from launcher.spec import MISSING, RunConfig
@@ -66,8 +69,12 @@ class _Gatherer:
             run_root=str(root),
             taken=_listed(root),
             run_dir_used=named is not None and _is_used(self.cwd / named),
-            train_rows=DIGITS_ROWS["train"] if digits else self._rows("dataset.train", data.train),
-            eval_rows=DIGITS_ROWS["eval"] if digits else self._rows("dataset.eval", data.eval),
+            train_rows=DIGITS_ROWS["train"] if digits else self._rows("train"),
+            eval_rows=DIGITS_ROWS["eval"] if digits else self._rows("eval"),
+            data_elsewhere=tuple(
+                name for name in datafiles.hub_names(data) if local_folder(name, data.source, "datasets") is None
+            ),
+            prepared=self._prepared(),
             arch=self._arch(),
             weights_on_disk=self._weights(),
             zero_file=self._text("zero.file", ds_configs_dir() / config.zero.file, f"ds_configs/{config.zero.file}"),
@@ -111,14 +118,33 @@ class _Gatherer:
         found = os.path.isfile(self.cwd / DEFAULT_HOSTFILE)
         return self._text("cluster.hostfile", DEFAULT_HOSTFILE) if found else None
 
-    def _rows(self, key: str, name: str | None) -> int | None:
-        """Lines that hold something; what is in them, `check data` reads."""
-        if name is None or name == MISSING:
+    def _rows(self, split: str) -> int | None:
+        """Rows of a split where they are quickly counted; what is in them, `check data` reads."""
+        data = self.config.dataset
+        divided = datafiles.is_divided(data)
+        if divided and split == "eval":
             return None
-        path = self.cwd / name
+        key = "dataset.eval" if split == "eval" and data.eval is not None else "dataset.train"
+        found = [self._rows_of(key, split, name) for name in datafiles.sources_of(data, split)]
+        return None if divided or not found or None in found else sum(filter(None, found))
+
+    def _rows_of(self, key: str, split: str, name: str) -> int | None:
+        data, hub = self.config.dataset, datafiles.is_hub_name(name)
+        if not hub:
+            try:
+                os.stat(self.cwd / name)
+                if os.path.isfile(self.cwd / name):
+                    open(self.cwd / name, "rb").close()
+            except OSError as error:
+                self._problem(f"{self._named(key, name)}: {_reason(error)}", f"{key}=FILE")
+                return None
+        elif local_folder(name, data.source, "datasets") is None:
+            return None  # fetched before ranks start
         try:
-            with open(path, "rb") as file:
-                rows = sum(1 for line in file if not line.isspace())
+            rows = datafiles.count_rows(datafiles.files_of(data, name if hub else str(self.cwd / name), split))
+        except ConfigError as error:
+            self.problems.extend(error.problems)
+            return None
         except OSError as error:
             self._problem(f"{self._named(key, name)}: {_reason(error)}", f"{key}=FILE")
             return None
@@ -126,6 +152,13 @@ class _Gatherer:
             self._problem(f"{self._named(key, name)} has no rows", f"{key}=FILE with one JSON object a line")
             return None
         return rows
+
+    def _prepared(self) -> dict[str, Any]:
+        """What is known of rows that were prepared before; files that cannot be read are problems already."""
+        try:
+            return read_summary(self.config)
+        except OSError:
+            return {}
 
     def _arch(self) -> dict[str, Any] | None:
         folder = self.config.model.path
@@ -161,8 +194,12 @@ class _Gatherer:
             if found and model.weights == "pretrained":
                 self._shards(model.path)
             return found
-        cached = _hub_cache() / ("models--" + (model.repo or "").replace("/", "--")) / "snapshots"
-        return model.repo is not None and any(cached.glob("*/*.safetensors"))
+        if model.repo is None:
+            return False
+        if model.source == "modelscope":
+            return local_folder(model.repo, model.source, "models") is not None
+        cached = hf_cache() / f"models--{model.repo.replace('/', '--')}" / "snapshots"
+        return any(cached.glob("*/*.safetensors"))
 
     def _shards(self, name: str) -> None:
         """Note which of the files that the weights' index names are not there."""
@@ -290,13 +327,6 @@ def ram_bytes() -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         return None
-
-
-def _hub_cache() -> Path:
-    """As huggingface_hub finds it."""
-    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
-    return Path(os.path.expandvars(os.path.expanduser(named or os.path.join(home, "hub"))))
 
 
 def _is_used(folder: Path) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.errors import ExitCode, MachineError
+from launcher.errors import ExitCode, MachineError, TrainingError
 from launcher.running import causes
 from launcher.running.agent import POLL_S
 from launcher.running.causes import CAUSES, Cause
@@ -24,6 +24,7 @@ SHOWN_LINES = 15  # of a traceback or log
 LOG_LINES = 40  # in which the reason of a death is looked for
 GIB = 2**30
 SSH_FAILED = 255  # what ssh leaves with when the connection, not the command, has ended
+FOR_PEOPLE = (MachineError.__name__, TrainingError.__name__)  # errors whose message says all
 _ENDPOINT = re.compile(r"\[?([0-9a-fA-F:.]+|[\w.-]+)\]?(?:, |:)(\d{2,5})\b")  # ADDRESS:PORT, (ADDRESS, PORT)
 
 
@@ -48,7 +49,7 @@ class Failure:
     def by_user(self) -> bool:
         """Whether the message is for people and says all: the traceback would say nothing more."""
         error = self.error or {}
-        return error.get("exit_code") == ExitCode.CONFIG or error.get("type") == MachineError.__name__
+        return error.get("exit_code") == ExitCode.CONFIG or error.get("type") in FOR_PEOPLE
 
     @property
     def who(self) -> str:
@@ -140,7 +141,7 @@ def _error_words(tally: Tally, rank: int, host: str, error: dict[str, Any], caus
     message = str(error.get("message", ""))
     ends = [(address, port) for address, port in _ENDPOINT.findall(message) if address in tally.addresses]
     port = ends[0][1] if ends else tally.port
-    if error.get("exit_code") == ExitCode.CONFIG or error.get("type") == MachineError.__name__:
+    if error.get("exit_code") == ExitCode.CONFIG or error.get("type") in FOR_PEOPLE:
         return "", ""
     text = ""
     if cause.name == "rendezvous" and ends and tally.addresses[ends[0][0]] != host:

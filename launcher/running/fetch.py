@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from launcher import datafiles
 from launcher.errors import ConfigError, ExitCode, MachineError, Problem
 from launcher.running import carry
 from launcher.running.crew import HERE, Crew, GiveUp, door_here, never, with_doors
 from launcher.running.download import is_wanted
 from launcher.running.haul import Files, Load, move
-from launcher.running.hub import fetch_weights
+from launcher.running.hub import Wanted, fetch_repository
 from launcher.running.meter import files_text, size_text
 from launcher.running.nodechannel import NodeChannel
 from launcher.running.transport import Channel, Event, close_all, open_channels
@@ -40,7 +41,7 @@ def main(plan: RunPlan, out: IO[str]) -> int:
         fetch(plan, channels, out)
     finally:
         close_all(list(channels.values()))
-    what = [*([str(plan.config.model.repo)] if from_hub(plan) else []), *_named_inputs(plan).values()]
+    what = [*(wanted.repo for wanted in from_hub(plan)), *_named_inputs(plan)]
     print(f"on {', '.join(channels)}: {', '.join(what) or 'nothing is needed'}", file=out, flush=True)
     return int(ExitCode.OK)
 
@@ -65,7 +66,8 @@ def fetch(
         _send_inputs(plan, remote, out, give_up)
     if not from_hub(plan) or len(behind) < len(channels):
         return plan
-    fetch_weights(plan, behind, out, give_up)
+    for wanted in from_hub(plan):
+        fetch_repository(plan, wanted, behind, out, give_up)
     if {"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"} & plan.env.keys():
         return plan
     return dataclasses.replace(
@@ -75,19 +77,20 @@ def fetch(
     )
 
 
-def from_hub(plan: RunPlan) -> bool:
-    """Whether ranks load the model by the name of a repository."""
-    model = plan.config.model
-    return model.weights == "pretrained" and model.path is None and model.repo is not None
+def from_hub(plan: RunPlan) -> list[Wanted]:
+    """What ranks read by the name of a repository: the model, data sets."""
+    model, data = plan.config.model, plan.config.dataset
+    found = []
+    if model.weights == "pretrained" and model.path is None and model.repo is not None:
+        found.append(Wanted(model.repo, "models", model.source, ("model.path=FOLDER", "model.weights=random")))
+    tries = ("dataset.train=FILE or FOLDER",)
+    return found + [Wanted(name, "datasets", data.source, tries) for name in datafiles.hub_names(data)]
 
 
-def _named_inputs(plan: RunPlan) -> dict[str, str]:
-    """Key -> path of what the configuration names on this machine's disk."""
-    config = plan.config
-    named = {"model.path": config.model.path}
-    if config.dataset.format != "digits":
-        named |= {"dataset.train": config.dataset.train, "dataset.eval": config.dataset.eval}
-    return {key: value for key, value in named.items() if value is not None}
+def _named_inputs(plan: RunPlan) -> list[str]:
+    """Paths that the configuration names on this machine's disk."""
+    model = plan.config.model.path
+    return [*([model] if model is not None else []), *(path for _, path in datafiles.paths(plan.config.dataset))]
 
 
 def _send_inputs(plan: RunPlan, remote: Mapping[str, Channel], out: IO[str], give_up: GiveUp) -> None:
@@ -156,7 +159,7 @@ def _units(plan: RunPlan) -> list[tuple[str, Files]]:
             if is_wanted(p) and (weights or not p.endswith(".safetensors"))
         ]
         units.append((folder, _looked_at([f"{folder}/{name}" for name in names], "some")))
-    if config.dataset.format == "digits":
+    if not datafiles.paths(config.dataset):
         return units
     data, images = _data_files(plan)
     for folder in sorted({os.path.dirname(path) for path in data}):
@@ -184,7 +187,8 @@ def _data_files(plan: RunPlan) -> tuple[list[str], list[str]]:
     if done.returncode != 0:
         last = (done.stderr.strip() or "no word").splitlines()[-1]
         raise MachineError(Problem(f"the files that rows name cannot be listed: {last}"), title="with the data")
-    data = [str(Path(path).absolute()) for path in (plan.config.dataset.train, plan.config.dataset.eval) if path]
+    named = [datafiles.known_files(plan.config.dataset, split, of_hubs=False) for split in ("train", "eval")]
+    data = list(dict.fromkeys(str(file.absolute()) for files in named for file in files))
     return data, [path for path in json.loads(done.stdout) if path not in data]
 
 

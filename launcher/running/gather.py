@@ -17,7 +17,7 @@ from launcher.running.nodechannel import NodeChannel
 from launcher.running.transport import Channel, Door
 from launcher.spec import RunPlan
 
-FROM_FIRST = ("profile", "tensorboard", "bad_rows.json")
+FROM_FIRST = ("profile", "tensorboard", "bad_rows.json", "data.json", "fusion.json")
 FROM_OTHERS = ("profile",)
 LIVE = ("logs", "ranks")  # come while the run goes on
 

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import Problem
+from launcher.plain import to_data
 from launcher.planning import keys
 from launcher.planning.secrets import is_secret
-from launcher.spec import RunPlan, to_data
+from launcher.spec import RunPlan
 
 PROTOCOL = 1
 TOKEN = "LAUNCHER_JOB_TOKEN"  # a secret that a job's nodes may share

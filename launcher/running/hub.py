@@ -1,8 +1,9 @@
-"""Weights from the Hugging Face hub: the same commit on every file system, downloaded there or brought there."""
+"""Models and data sets of a hub: the same commit on every file system, downloaded there or brought there."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import IO
 
 from launcher.errors import MachineError, Problem
@@ -13,12 +14,29 @@ from launcher.running.transport import Channel, Event
 from launcher.spec import RunPlan
 
 
-def fetch_weights(plan: RunPlan, channels: Mapping[str, Channel], out: IO[str], give_up: GiveUp) -> None:
-    """Make the model's weights present and equal on all hosts; one question to each when they are.
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A repository that ranks read."""
 
-    Raises MachineError with every host that does not get them, and Stopped.
+    repo: str
+    kind: str  # models | datasets
+    source: str  # hf | modelscope
+    tries: tuple[str, ...]  # what to type when it cannot be had
+
+    @property
+    def title(self) -> str:
+        """Of a list of problems with it."""
+        return "with the weights" if self.kind == "models" else "with the data"
+
+
+def fetch_repository(
+    plan: RunPlan, wanted: Wanted, channels: Mapping[str, Channel], out: IO[str], give_up: GiveUp
+) -> None:
+    """Make a repository present and equal on all hosts; one question to each when it is.
+
+    Raises MachineError with every host that does not get it, and Stopped.
     """
-    fetching = _Fetching(plan, channels, out, give_up)
+    fetching = _Fetching(plan, wanted, channels, out, give_up)
     states = fetching.ask("find", channels)
     if not fetching.lacking(states):
         return
@@ -28,10 +46,12 @@ def fetch_weights(plan: RunPlan, channels: Mapping[str, Channel], out: IO[str], 
 class _Fetching:
     """One repository on its way to the hosts of a plan, and to this machine when it has to stand in for the hub."""
 
-    def __init__(self, plan: RunPlan, channels: Mapping[str, Channel], out: IO[str], give_up: GiveUp) -> None:
+    def __init__(
+        self, plan: RunPlan, wanted: Wanted, channels: Mapping[str, Channel], out: IO[str], give_up: GiveUp
+    ) -> None:
         self._plan, self._channels, self._out, self._give_up = plan, channels, out, give_up
-        self._repo = str(plan.config.model.repo)
-        # When no host is this machine, it may have the weights, or reach the hub when no host does.
+        self._wanted, self._repo = wanted, wanted.repo
+        # When no host is this machine, it may have the files, or reach the hub when no host does.
         away = all(not channel.local for channel in channels.values())
         self._extra = {HERE: door_here()} if away else {}
         self._commit: str | None = None
@@ -76,6 +96,7 @@ class _Fetching:
         if not wanted:
             return {}
         order = {"do": what, "repo": self._repo, "commit": self._commit}
+        order |= {"kind": self._wanted.kind, "source": self._wanted.source}
         env = {name: {**self._plan.env, **self._plan.host_env.get(name, {})} for name in wanted}
         with self._crew("download", wanted) as crew:
             answers = crew.try_ask({name: {**order, "env": env[name]} for name in wanted}, heard)
@@ -136,7 +157,7 @@ class _Fetching:
             failed = move(loads, self._out, give_up=self._give_up)
         if failed:
             problems = [Problem(f"{label} was not sent: {why}") for label, why in failed.items()]
-            raise MachineError(*problems, title="with the weights")
+            raise MachineError(*problems, title=self._wanted.title)
         self.ask("adopt", names)
         for load in loads:
             print(f"sent {load.label} from {source}: {size_text(load.size)}", file=self._out, flush=True)
@@ -146,7 +167,7 @@ class _Fetching:
         wrong = [name for name in self._channels if name not in states or not self._is_enough(states[name])]
         if wrong:
             problems = [Problem(f"{name}: {self._refusals.get(name, 'files are missing')}") for name in wrong]
-            raise MachineError(*problems, title=f"with the weights of {self._repo}")
+            raise MachineError(*problems, title=f"{self._wanted.title} of {self._repo}")
 
     def _nowhere(self, names: Sequence[str], states: Mapping[str, Event]) -> MachineError:
         problems = []
@@ -155,5 +176,5 @@ class _Fetching:
             why = "HF_HUB_OFFLINE=1 keeps it from asking the hub" if offline else self._refusals.get(name, "no word")
             tries = ("HF_HUB_OFFLINE=0   (in the environment of this command)",) if offline else ()
             text = f"{name} has not all of {self._repo} in {states[name]['folder']}, and {why}"
-            problems.append(Problem(text, tries=(*tries, "model.path=FOLDER", "model.weights=random")))
-        return MachineError(*problems, title="with the weights")
+            problems.append(Problem(text, tries=(*tries, *self._wanted.tries)))
+        return MachineError(*problems, title=self._wanted.title)

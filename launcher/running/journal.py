@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from launcher.rundir import RunDir, read_json
+from launcher.spec import is_better
 
 Line = dict[str, Any]
 
@@ -63,6 +65,16 @@ def last_step(run: RunDir) -> Line | None:
 def eval_scores(line: Line) -> dict[str, float]:
     """The metrics of an evaluation line, without their prefix."""
     return {key[5:]: value for key, value in line.items() if key.startswith("eval/") and isinstance(value, int | float)}
+
+
+def best_of(lines: Iterable[Line], metric: str) -> Line | None:
+    """The evaluation line with the best value of a metric, of equal ones the first; None when none has one."""
+    best, top = None, None
+    for line in lines:
+        value = eval_scores(line).get(metric.removeprefix("eval/"))
+        if is_better(metric, value, top):
+            best, top = line, value
+    return best
 
 
 def rank_statuses(run: RunDir) -> dict[int, Line]:

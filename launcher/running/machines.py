@@ -44,7 +44,9 @@ class Reference:
 
 def modules(plan: RunPlan) -> list[str]:
     """What ranks import."""
-    return ["torch", "deepspeed", "transformers", *(["peft"] if uses_lora(plan.config.tune) else []), "launcher"]
+    few_bits = plan.config.tune.name == "qlora" or plan.config.optim.name == "adamw8bit"
+    more = [*(["peft"] if uses_lora(plan.config.tune) else []), *(["bitsandbytes"] if few_bits else [])]
+    return ["torch", "deepspeed", "transformers", *more, "launcher"]
 
 
 def compared(plan: RunPlan) -> list[str]:
@@ -91,6 +93,8 @@ def _software(plan: RunPlan, host: Host, look: Any, reference: Reference) -> Ite
     if lacking:
         reason = f"{python} lacks {', '.join(lacking)}"
         install = (f"{python} -m pip install .   (in the launcher's own folder; or its wheel)", "cluster.python=PATH")
+        if lacking == ["bitsandbytes"]:  # which only some settings need
+            install = (f"{python} -m pip install bitsandbytes", "tune=lora and optim=adamw, which do without")
         yield Finding(host=host.name, what="packages", reason=reason, tries=install)
     if sources.get("where") is None:
         reason = f"{python} finds no package launcher in the working folder, nor installed"

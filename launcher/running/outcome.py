@@ -10,7 +10,7 @@ from typing import Any
 from launcher.rundir import RunDir, complete_checkpoints, write_json
 from launcher.running.causes import signal_name
 from launcher.running.failures import Failure
-from launcher.running.journal import eval_scores, evaluations, last_step, short_path
+from launcher.running.journal import best_of, eval_scores, evaluations, last_step, short_path
 from launcher.running.verdict import Tally, Verdict
 
 
@@ -119,7 +119,7 @@ def exported(run: RunDir) -> Path | None:
 
 def _best(lines: list[dict[str, Any]], metric: str) -> dict[str, Any]:
     trained = [line for line in lines if line["step"] > 0] or lines
-    return max(trained, key=lambda line: eval_scores(line).get(metric, float("-inf")))
+    return best_of(trained, metric) or trained[0]
 
 
 def _eval_data(run: RunDir, metric: str) -> dict[str, Any] | None:

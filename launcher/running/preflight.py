@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launcher import datafiles
 from launcher.errors import ConfigError, LauncherError, MachineError, Problem
 from launcher.planning.command import with_port
 from launcher.planning.memory import disk_bytes
@@ -168,10 +169,9 @@ def _reference(plan: RunPlan, channels: Mapping[str, Channel | NodeChannel]) -> 
 def _shipped(plan: RunPlan) -> Iterator[tuple[str, str]]:
     """(key, path) of what ranks read on their own host."""
     config = plan.config
-    named = (("model.path", config.model.path), ("dataset.train", config.dataset.train))
-    for key, path in (*named, ("dataset.eval", config.dataset.eval)):
-        if path is not None:
-            yield key, path
+    if config.model.path is not None:
+        yield "model.path", config.model.path
+    yield from datafiles.paths(config.dataset)
     if plan.resume_from is not None:
         yield "resume", str(Path(plan.resume_from, COMPLETE))
 
@@ -185,7 +185,8 @@ def _look(
     plan: RunPlan, panel: Panel, channels: Mapping[str, Channel | NodeChannel], reference: Reference
 ) -> dict[str, Any]:
     model = plan.config.model
-    hub = model.repo if model.path is None and model.weights == "pretrained" else None
+    named = model.path is None and model.weights == "pretrained" and model.source == "hf"
+    hub = model.repo if named else None
     folder = _existing(Path(plan.run_dir))
     token = folder / f".launcher-{secrets.token_hex(8)}"
     apart = not all(channel.local for channel in channels.values())
@@ -265,8 +266,7 @@ def _inputs(plan: RunPlan) -> Iterator[Problem]:
     config = plan.config
     for key, value in (
         ("model.path", config.model.path),
-        ("dataset.train", config.dataset.train),
-        ("dataset.eval", config.dataset.eval),
+        *datafiles.paths(config.dataset),
         ("resume", plan.resume_from),
     ):
         if value is not None and not os.access(value, os.R_OK):

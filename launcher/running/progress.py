@@ -10,7 +10,8 @@ from typing import IO, Any, Protocol
 
 from launcher.rundir import RunDir
 from launcher.running.curve import Curve
-from launcher.running.journal import JsonTail, Line, eval_scores, inside, read_quietly, short_path
+from launcher.running.journal import JsonTail, Line, best_of, eval_scores, inside, read_quietly, short_path
+from launcher.spec import metric_of
 
 PLAIN_EVERY_S = 10.0
 RATE_STEPS = 5  # the time left is told from the pace of so many steps on
@@ -77,7 +78,7 @@ class Progress:
         self._metrics = JsonTail(run.metrics, from_end=True)  # a resumed run has a past
         self._events = JsonTail(run.events, from_end=True)
         self._failed = False
-        self.snapshot.metric = str(inside(read_quietly(run.plan), "config", "eval", "metric") or self.snapshot.metric)
+        self.snapshot.metric = metric_of(inside(read_quietly(run.plan), "config") or {})
 
     def update(self, statuses: dict[int, dict[str, Any]]) -> None:
         """Take in what was written since, and show it. `statuses` are the state files of the ranks.
@@ -113,10 +114,7 @@ class Progress:
         snapshot = self.snapshot
         if line.get("kind") == "eval":
             snapshot.last_eval = line
-            if snapshot.best_eval is None or _score(line, snapshot.metric) > _score(
-                snapshot.best_eval, snapshot.metric
-            ):
-                snapshot.best_eval = line
+            snapshot.best_eval = best_of([*([snapshot.best_eval] if snapshot.best_eval else []), line], snapshot.metric)
             self._say(f"evaluated at step {line['step']}: {render_scores(line)}")
         elif line.get("kind") == "step":
             snapshot.step = line
@@ -158,7 +156,7 @@ class Progress:
         for line in {line["step"]: line for line in lines if line.get("kind") == "step"}.values():
             self.snapshot.losses.add(line.get("loss"))
         evals = {line["step"]: line for line in lines if line.get("kind") == "eval"}.values()
-        self.snapshot.best_eval = max(evals, key=lambda line: _score(line, self.snapshot.metric), default=None)
+        self.snapshot.best_eval = best_of(evals, self.snapshot.metric)
 
     def _say(self, text: str) -> None:
         self.snapshot.messages += 1
@@ -187,6 +185,10 @@ def number_parts(step: Line) -> list[tuple[int, str]]:
         parts.append((0, f"data wait {share:.0%}"))
     if step.get("skipped"):
         parts.append((0, f"{step['skipped']} steps skipped (gradient not finite)"))
+    if (step.get("bad_steps") or 0) > (step.get("skipped") or 0):
+        parts.append((0, f"{step['bad_steps']} bad steps (loss not finite, 0, or skipped)"))
+    if step.get("loss_scale"):
+        parts.append((3, f"loss scale {step['loss_scale']:g}"))
     return parts
 
 
@@ -228,10 +230,6 @@ SENTENCES: dict[str, Callable[[Line], str]] = {
     "contact_back": lambda line: f"contact with {line.get('host')} is back after {line.get('seconds', 0):.0f} s",
     "tracker": lambda line: f"{line.get('name')}: {line.get('where')}",
 }
-
-
-def _score(line: Line, metric: str) -> float:
-    return eval_scores(line).get(metric, float("-inf"))
 
 
 def _shown(line: Line) -> str:

@@ -13,6 +13,7 @@ from launcher.rundir import RunDir
 from launcher.running.causes import signal_name
 from launcher.running.journal import last_step, short_path
 from launcher.running.state import read_object
+from launcher.spec import lower_is_better
 
 # In the order of the table: what can be compared stands first, what needs a look last.
 STATUSES = ("done", "running", "waiting", "not started", "stopped", "failed", "invalid")
@@ -111,7 +112,7 @@ def result_table(data: Mapping[str, Any], folder: RunDir) -> list[str]:
 def rank(entry: Mapping[str, Any], metric: str) -> tuple[Any, ...]:
     """Place of a job: what is done first, then by its number of `metric`."""
     value = entry["numbers"].get(metric)
-    better = 0.0 if value is None else value if metric == "loss" else -value
+    better = 0.0 if value is None else value if lower_is_better(metric) else -value
     return STATUSES.index(entry["status"]), value is None, better, entry["number"]
 
 

@@ -37,6 +37,7 @@ from launcher.running.state import (
     read_object,
     run_name,
 )
+from launcher.spec import metric_of
 
 PACE_STEPS = 200  # from so many the time left is told
 EACH = 8  # ranks that have a line of their own
@@ -92,7 +93,7 @@ def _healthy_row(run: RunDir) -> tuple[str, ...]:
 
 def _last_score(run: RunDir) -> str:
     """The metric that picks the run's best checkpoint, as it was evaluated last."""
-    metric = str(inside(read_quietly(run.plan), "config", "eval", "metric"))
+    metric = metric_of(inside(read_quietly(run.plan), "config") or {})
     scores = [eval_scores(line).get(metric) for line in evaluations(run)[-1:]]
     return f"{metric} {scores[0]:.4f}" if scores and scores[0] is not None else "-"
 

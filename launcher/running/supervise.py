@@ -58,7 +58,7 @@ def supervise(
     The channels are closed on return.
     """
     run, config = RunDir(Path(plan.run_dir)), plan.config
-    metric, most = config.eval.metric, config.restart.max
+    metric, most = config.metric, config.restart.max
     tracking = Tracking.start(run)
     display = make_display(out)
     attempts: list[Attempt] = []

@@ -3,6 +3,7 @@
 train    one rank of the run; the node launcher sets RANK and the other variables
 check    read and check the data; torch is imported with --lengths only
 files    list the data files and the images they name
+evaluate, score, export, golden   a trained model (--weights: a checkpoint or an export) in one process
 """
 
 from __future__ import annotations
@@ -19,13 +20,20 @@ from launcher.rundir import RunDir
 from launcher.spec import RunPlan, plan_from_json
 from launcher.streams import take_any_text
 
+FINISHED = ("evaluate", "score", "export", "golden")
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run a verb; the exit code is the process's."""
     parser = argparse.ArgumentParser(prog="python -m launcher.training", description=__doc__)
-    parser.add_argument("verb", choices=["train", "check", "files"])
+    parser.add_argument("verb", choices=["train", "check", "files", *FINISHED])
     parser.add_argument("--plan", type=Path, required=True, help="plan.json of the run")
     parser.add_argument("--lengths", action="store_true", help="check: also tokenise every row")
+    parser.add_argument("--weights", type=Path, help="a checkpoint, or an export")
+    parser.add_argument("--rows", help="score: the file of rows")
+    parser.add_argument("--out", type=Path, help="where the result is written")
+    parser.add_argument("--tolerance", type=float, help="golden: allowed difference of a score")
+    parser.add_argument("--show", type=int, default=0, help="check: print so many training rows as the model sees them")
     options = parser.parse_args(argv)
     take_any_text()
     plan = plan_from_json(options.plan.read_text(encoding="utf-8"))
@@ -34,12 +42,27 @@ def main(argv: list[str] | None = None) -> int:
         from launcher.training.rankstatus import die_with_parent
 
         die_with_parent()  # nobody waits for the answer of a check whose launcher is gone
-        return check(plan, lengths=options.lengths)
+        return check(plan, lengths=options.lengths, show=options.show)
     if options.verb == "files":
         from launcher.training.files import main as files
 
         return files(plan)
+    if options.verb in FINISHED:
+        return _finished(plan, options)
     _train(plan)
+
+
+def _finished(plan: RunPlan, options: argparse.Namespace) -> int:
+    """A verb that uses a trained model; its errors are shown as the launcher shows its own."""
+    from launcher.training import verbs
+    from launcher.training.rankstatus import die_with_parent
+
+    die_with_parent()
+    try:
+        return verbs.run(plan, options)
+    except LauncherError as error:
+        print(error.render(), file=sys.stderr)
+        return int(error.exit_code)
 
 
 def _train(plan: RunPlan) -> NoReturn:

@@ -198,8 +198,11 @@ def choose_kernel(asked: str, device: torch.device, dtype: torch.dtype) -> tuple
     return "varlen", "PyTorch's own flash kernel; flash-attn isn't installed"
 
 
-def install(model: Any, kernel: str, layout_padded: bool) -> None:
-    """Make a Qwen3-VL model's text and vision attention use `kernel`; importing this module changes nothing."""
+def install(language: Any, tower: Any | None, kernel: str, *, layout_padded: bool, packed: bool = True) -> None:
+    """Make the attention of a language model and a vision tower use `kernel`; importing this module changes nothing.
+
+    A language model that is not `packed` keeps transformers' own, over rows with an attention mask.
+    """
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
@@ -208,8 +211,9 @@ def install(model: Any, kernel: str, layout_padded: bool) -> None:
     AttentionInterface.register(VISION, _vision_attention(function, padded=layout_padded))
     for name in (TEXT, VISION):
         AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
-    model.language_model.config._attn_implementation_internal = TEXT
-    model.visual.config._attn_implementation_internal = VISION
+    language.config._attn_implementation_internal = TEXT if packed else "sdpa"
+    if tower is not None:
+        tower.config._attn_implementation_internal = VISION
 
 
 def _text_attention(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """Divide a global batch over ranks and micro-batches, and pack a micro-batch into tensors.
 
 Shapes: T packed tokens, S attention segments, K key rows of all segments, D documents, V visual tokens,
-N distinct images.
+N distinct images and videos, A answer tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from launcher.spec import CostModel
 from launcher.training.attention import Layout, make_layout
-from launcher.training.encoding import EncodedGroup, ImageKey, ImageSlot
+from launcher.training.encoding import Encoded, MediaKey, MediaSlot
 from launcher.training.jsonl import RowError
 
 
@@ -28,69 +28,94 @@ class Unit:
     documents: tuple[int, ...]
     tokens: int
     cost: float
+    longest: int = 0  # tokens of its longest document, where every document is padded to that of its micro-batch
+
+    def beside(self, tokens: int, rows: int, longest: int) -> int:
+        """Tokens computed by a micro-batch of so many tokens, in so many documents, once this unit is added to it."""
+        return max(tokens + self.tokens, (rows + len(self.documents)) * max(longest, self.longest))
 
 
-def make_units(groups: Sequence[EncodedGroup], cost: CostModel, max_tokens: int, *, splittable: bool) -> list[Unit]:
+def make_units(
+    groups: Sequence[Encoded], cost: CostModel, max_tokens: int, *, splittable: bool, padded_rows: bool = False
+) -> list[Unit]:
     """One unit a group; a group above `max_tokens` is split by documents when `splittable`.
 
+    `padded_rows`: the model cannot take packed documents, so that padding counts as tokens.
     Raises RowError for a group that fits no micro-batch.
     """
     units = []
     for index, group in enumerate(groups):
         share = group.cost(cost) / max(group.tokens, 1)
-        chunks = _chunks(group, max_tokens) if splittable else [tuple(range(len(group.prompts)))]
+        whole = tuple(range(len(group.prompts)))
+        chunks = _chunks(group, max_tokens, padded_rows) if splittable else [whole]
         for chunk in chunks:
             tokens = group.prefix + sum(len(group.prompts[d]) - group.prefix for d in chunk)
-            if tokens > max_tokens:
+            longest = max(len(group.prompts[d]) for d in chunk) if padded_rows else 0
+            unit = Unit(index, chunk, tokens, share * tokens, longest)
+            if (needed := unit.beside(0, 0, 0)) > max_tokens:
                 raise RowError(
-                    f"{group.group.where}: row {group.group.id}: {len(chunk)} documents need {tokens} tokens in one "
+                    f"{group.row.where}: row {group.row.id}: {len(chunk)} documents need {needed} tokens in one "
                     f"micro-batch and batch.max_tokens={max_tokens}; raise it, or give the row fewer documents"
                 )
-            units.append(Unit(index, chunk, tokens, share * tokens))
+            units.append(unit)
     return units
 
 
-def _chunks(group: EncodedGroup, max_tokens: int) -> list[tuple[int, ...]]:
+def _chunks(group: Encoded, max_tokens: int, padded_rows: bool) -> list[tuple[int, ...]]:
     chunks: list[list[int]] = [[]]
-    used = group.prefix
+    used, longest = group.prefix, 0
     for d, prompt in enumerate(group.prompts):
         own = len(prompt) - group.prefix
-        if chunks[-1] and used + own > max_tokens:
+        longest = max(longest, len(prompt)) if padded_rows else 0
+        if chunks[-1] and max(used + own, (len(chunks[-1]) + 1) * longest) > max_tokens:
             chunks.append([])
-            used = group.prefix
+            used, longest = group.prefix, len(prompt) if padded_rows else 0
         chunks[-1].append(d)
         used += own
     return [tuple(chunk) for chunk in chunks]
 
 
-def split_step(units: Sequence[Unit], world_size: int, max_tokens: int) -> list[list[list[Unit]]]:
-    """Units as [rank][micro-step] lists: few micro-steps, equal in number on every rank, near-equal in cost.
+def split_step(units: Sequence[Unit], speeds: Sequence[float], max_tokens: int) -> list[list[list[Unit]]]:
+    """Units as [rank][micro-step] lists: few micro-steps, equal in number on every rank, near-equal in time.
 
-    A pure function of its arguments: every rank computes the same division. Some micro-batches may be empty.
-    The time of a micro-step is that of its slowest rank, so bins of like cost share a micro-step.
+    `speeds` has a rank's relative speed, so that its time is cost / speed. A pure function of its arguments: every
+    rank computes the same division. Some micro-batches may be empty. The time of a micro-step is that of its
+    slowest rank, so bins of like time share a micro-step.
     """
-    steps = max(1, math.ceil(sum(u.tokens for u in units) / (world_size * max_tokens)))
+    fastest = max(speeds)
+    # A slow rank fills part of its budget while the fastest fills all of it.
+    steps = max(1, math.ceil(sum(u.tokens for u in units) / (sum(s / fastest for s in speeds) * max_tokens)))
     order = sorted(units, key=lambda u: (-u.cost, u.index, u.documents))
-    while (bins := _fill(order, steps * world_size, max_tokens)) is None:
+    ranks = range(len(speeds))
+    while (bins := _fill(order, [*speeds] * steps, max_tokens)) is None:
         steps += 1
-    bins.sort(key=lambda b: -sum(u.cost for u in b))
-    rows = [bins[i * world_size : (i + 1) * world_size] for i in range(steps)]
-    # The heavy end of a micro-step moves round the ranks, so that no rank is last every time.
-    return [[sorted(row[(rank + i) % world_size], key=lambda u: u.index) for i, row in enumerate(rows)]
-            for rank in range(world_size)]  # fmt: skip
+    shares: list[list[list[Unit]]] = [[] for _ in ranks]
+    for speed in dict.fromkeys(speeds):
+        alike = [rank for rank in ranks if speeds[rank] == speed]
+        theirs = [bins[i * len(speeds) + rank] for i in range(steps) for rank in alike]
+        theirs.sort(key=lambda b: -sum(u.cost for u in b))
+        for i in range(steps):
+            row = theirs[i * len(alike) : (i + 1) * len(alike)]
+            for place, rank in enumerate(alike):
+                # The heavy end of a micro-step moves round the ranks, so that no rank is last every time.
+                shares[rank].append(sorted(row[(place + i) % len(alike)], key=lambda u: u.index))
+    return shares
 
 
-def _fill(order: Sequence[Unit], count: int, max_tokens: int) -> list[list[Unit]] | None:
-    """Longest-processing-time-first into `count` bins of `max_tokens`; None when it doesn't fit."""
+def _fill(order: Sequence[Unit], speeds: Sequence[float], max_tokens: int) -> list[list[Unit]] | None:
+    """Longest-processing-time-first into bins of `max_tokens`, one for each of `speeds`; None when it doesn't fit."""
+    count = len(speeds)
     bins: list[list[Unit]] = [[] for _ in range(count)]
-    tokens, cost = [0] * count, [0.0] * count
+    tokens, rows, longest, cost = [0] * count, [0] * count, [0] * count, [0.0] * count
     for unit in order:
-        fits = [b for b in range(count) if tokens[b] + unit.tokens <= max_tokens]
+        fits = [b for b in range(count) if unit.beside(tokens[b], rows[b], longest[b]) <= max_tokens]
         if not fits:
             return None
-        best = min(fits, key=lambda b: (cost[b], b))
+        best = min(fits, key=lambda b: ((cost[b] + unit.cost) / speeds[b], b))
         bins[best].append(unit)
         tokens[best] += unit.tokens
+        rows[best] += len(unit.documents)
+        longest[best] = max(longest[best], unit.longest)
         cost[best] += unit.cost
     return bins
 
@@ -103,9 +128,13 @@ class MicroBatch:
     position_ids: torch.Tensor  # [3, T]
     layout: Layout
     last: torch.Tensor  # [D] row of each document's last token
-    labels: torch.Tensor  # [D] float32
+    labels: torch.Tensor  # [D] float32: relevance, or the number of a class
+    scores: torch.Tensor  # [D] float32: a teacher's, NaN where there is none
+    predicting: torch.Tensor  # [A] rows whose next token is part of an answer; empty for a reranker
+    predicted: torch.Tensor  # [A] that next token's id
     group: torch.Tensor  # [D] which group of the global batch a document belongs to
-    pixel_values: torch.Tensor | None  # [patches, 3 * 2 * patch * patch], each distinct image once
+    document: torch.Tensor  # [D] which document of its row it is; segments of one video have the same
+    pixel_values: torch.Tensor | None  # [patches, 3 * 2 * patch * patch], each distinct image or video once
     grid_thw: torch.Tensor | None  # [N, 3]
     visual_rows: torch.Tensor | None  # [V] rows of the packed sequence that are visual tokens, ascending
     visual_source: torch.Tensor | None  # [V] which row of the tower's output goes there
@@ -126,7 +155,7 @@ class MicroBatch:
 
 
 def collate(
-    groups: Sequence[EncodedGroup], units: Sequence[Unit], pixels: Mapping[ImageKey, np.ndarray], *, padded: bool
+    groups: Sequence[Encoded], units: Sequence[Unit], pixels: Mapping[MediaKey, np.ndarray], *, padded: bool
 ) -> MicroBatch:
     """Pack units into one micro-batch; `pixels` holds their images' patch rows. `padded` also lays out the CPU kernel's
     segments. An empty micro-batch holds one token and no document."""
@@ -144,11 +173,15 @@ class _Builder:
         self.prefixes: list[tuple[int, int]] = []  # segment: rows before its own that it also attends to
         self.last: list[int] = []
         self.labels: list[float] = []
+        self.scores: list[float] = []
+        self.predicting: list[np.ndarray] = []
+        self.predicted: list[np.ndarray] = []
         self.group: list[int] = []
-        self.visual: list[tuple[int, ImageSlot]] = []  # (row, image)
+        self.document: list[int] = []
+        self.visual: list[tuple[int, MediaSlot]] = []  # (row, image)
         self.size = 0
 
-    def add(self, group: EncodedGroup, unit: Unit) -> None:
+    def add(self, group: Encoded, unit: Unit) -> None:
         prefix = (self.size, self.size)
         if group.prefix:
             first = group.prompts[unit.documents[0]]
@@ -157,20 +190,29 @@ class _Builder:
             prompt = group.prompts[d]
             self._segment(prompt, group.prefix, len(prompt), prefix)
             self.last.append(self.size - 1)
-            self.labels.append(group.group.labels[d])
+            self.labels.append(group.labels[d])
+            self.scores.append(math.nan if group.scores is None else group.scores[d])
             self.group.append(unit.index)
+            parts = getattr(group.row, "parts", None)
+            self.document.append(d if parts is None else parts[d])
 
     def _segment(self, prompt: Any, begin: int, end: int, prefix: tuple[int, int]) -> tuple[int, int]:
         rows = (self.size, self.size + end - begin)
         self.ids.append(prompt.ids[begin:end])
+        if prompt.answer is not None:
+            answers = np.nonzero(prompt.answer[max(begin, 1) : end])[0] + max(
+                begin, 1
+            )  # nothing predicts the first token
+            self.predicting.append(answers - 1 - begin + rows[0])
+            self.predicted.append(prompt.ids[answers])
         self.positions.append(prompt.positions[:, begin:end])
-        self.visual += [(rows[0] + s.start - begin, s) for s in prompt.images if begin <= s.start < end]
+        self.visual += [(rows[0] + s.start - begin, s) for s in prompt.media if begin <= s.start < end]
         self.queries.append(rows)
         self.prefixes.append(prefix)
         self.size = rows[1]
         return rows
 
-    def build(self, pixels: Mapping[ImageKey, np.ndarray], *, padded: bool) -> MicroBatch:
+    def build(self, pixels: Mapping[MediaKey, np.ndarray], *, padded: bool) -> MicroBatch:
         if not self.ids:
             self.ids, self.positions = [np.zeros(1, np.int64)], [np.zeros((3, 1), np.int64)]
             self.queries, self.prefixes = [(0, 1)], [(0, 0)]
@@ -180,18 +222,22 @@ class _Builder:
             layout=make_layout(self.queries, self.prefixes, padded=padded),
             last=torch.tensor(self.last, dtype=torch.int64),
             labels=torch.tensor(self.labels, dtype=torch.float32),
+            scores=torch.tensor(self.scores, dtype=torch.float32),
+            predicting=torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *self.predicting])),
+            predicted=torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *self.predicted])),
             group=torch.tensor(self.group, dtype=torch.int64),
+            document=torch.tensor(self.document, dtype=torch.int64),
             **self._images(pixels),
         )
 
-    def _images(self, pixels: Mapping[ImageKey, np.ndarray]) -> dict[str, torch.Tensor | None]:
+    def _images(self, pixels: Mapping[MediaKey, np.ndarray]) -> dict[str, torch.Tensor | None]:
         if not self.visual:
             return dict.fromkeys(("pixel_values", "grid_thw", "visual_rows", "visual_source"))
         distinct = list({slot.key: slot for _, slot in self.visual}.values())
-        starts = np.cumsum([0, *(slot.tokens for slot in distinct)])
+        starts = np.cumsum([0, *(slot.features for slot in distinct)])
         source = {slot.key: int(start) for slot, start in zip(distinct, starts, strict=False)}
         rows = [np.arange(row, row + s.tokens) for row, s in self.visual]
-        origin = [np.arange(s.tokens) + source[s.key] for _, s in self.visual]
+        origin = [np.arange(s.tokens) + source[s.key] + s.offset for _, s in self.visual]
         return {
             "pixel_values": torch.from_numpy(np.concatenate([pixels[slot.key] for slot in distinct])),
             "grid_thw": torch.tensor([slot.grid for slot in distinct]),

@@ -45,10 +45,13 @@ from launcher.training.engine_state import (
     KINDS,
     MASTER,
     adam_step,
+    finish_reading,
     finish_writing,
     full_shape,
+    loss_scaler,
     prepare,
     read_state,
+    set_loss_scaler,
     trainable_parameters,
     write_state,
 )
@@ -93,6 +96,7 @@ def save(
     parameters = trainable_parameters(engine)
     shapes = {name: full_shape(p) for name, p in parameters.items()}
     files = _files(shapes)
+    learned = False
     for file, names in files.items():
         tensors = {}
         for name, kind in product(names, KINDS):
@@ -101,7 +105,11 @@ def save(
             if first:
                 tensors[f"{kind}/{name}"] = value.to("cpu", copy=True).contiguous()
         together(group, partial(_write_tensors, aside / file, tensors, beat) if first else None)
+        learned = learned or any(k.startswith(f"{MASTER}/") and ".lora_B." in k and v.any() for k, v in tensors.items())
         del tensors
+    finish_reading(engine)
+    if adam_step(engine) > 0:
+        together(group, partial(_check_adapter, shapes, learned) if first else None)
     content = {
         **state,
         "format": CHECKPOINT_FORMAT,
@@ -112,7 +120,7 @@ def save(
         "precision": plan.precision,
         "run_id": plan.run_id,
         "version": plan.version,
-        "engine": {"global_steps": engine.global_steps, "skipped_steps": engine.skipped_steps},
+        "engine": {"global_steps": engine.global_steps, "skipped_steps": engine.skipped_steps, **loss_scaler(engine)},
         "fingerprint": fingerprint(plan.config, plan.arch),
         "parameters": {name: {"shape": list(shapes[name]), "file": f} for f, names in files.items() for name in names},
     }
@@ -139,6 +147,7 @@ def load(
     finish_writing(engine, state["adam_step"])
     engine.global_steps = state["engine"]["global_steps"]
     engine.skipped_steps = state["engine"]["skipped_steps"]
+    set_loss_scaler(engine, state["engine"])
     if state["world_size"] == dist.get_world_size():
         together(group, lambda: set_rng(read_json(folder / RANDOM_FILE)[dist.get_rank()]))
     return state
@@ -224,6 +233,12 @@ def _finish(run: RunDir, aside: Path, final: Path, content: dict[str, Any], rand
     _sync(run.checkpoints)
     if old.exists():
         shutil.rmtree(old)
+
+
+def _check_adapter(names: Iterable[str], learned: bool) -> None:
+    """After a step every lora_B has left zero, where it begins; if none has, the adapter is empty."""
+    if any(".lora_B." in name for name in names) and not learned:
+        raise RuntimeError("every lora_B is zero after training: the adapter changes nothing, and is not worth saving")
 
 
 def _sync(path: Path) -> None:

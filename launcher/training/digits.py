@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from launcher.training.formats import Content, Group, Image
+from launcher.training.rows import Content, Group, Image
 
 DATA = Path(__file__).resolve().parent.parent / "data" / "digits.parquet"
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")

@@ -3,70 +3,84 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from launcher.families import FAMILIES
-from launcher.spec import RunPlan
-from launcher.training import attention, models, processors, scoring, tuning
+from launcher.errors import Problem, TrainingError
+from launcher.families import family_of
+from launcher.spec import OptimConfig, RunPlan
+from launcher.training import attention, backbone, heads, models, processors, scoring, tuning, warmstart
 from launcher.training.batching import MicroBatch
-from launcher.training.losses import LOSSES
+from launcher.training.losses import loss_of
 from launcher.training.runtime import Rank
 from launcher.training.timing import Stopwatch
 
 
 def build_scorer(plan: RunPlan, processor: Any, device: torch.device) -> scoring.Scorer:
     """The plan's model, tuned as asked, with its attention kernel installed; not yet in an engine."""
+    tune, family = plan.config.tune, family_of(plan.config.model, plan.arch)
+    adapter = None if plan.config.model.adapter is None else Path(plan.config.model.adapter)
+    if adapter is not None:
+        warmstart.check_settings(adapter, tune)
     ids = processors.token_ids(processor)
     dtype = models.DTYPES[plan.precision]
     sharded = zero_stage(plan) == 3
-    special_ids = processors.special_ids(processor.tokenizer)
-    model = models.load_model(plan, special_ids, device, partitioned=sharded)
-    rows = scoring.answer_rows(model, ids["no"], ids["yes"])
+    special_ids = processors.special_ids(processor)
+    model = models.load_model(plan, special_ids, device, partitioned=sharded, quantized=tune.name == "qlora")
     kernel, reason = attention.choose_kernel(plan.config.attention.name, device, dtype)
-    print(f"answer tokens: yes {ids['yes']}, no {ids['no']}")
     print(f"attention: {kernel} ({reason})")
     padded = kernel in ("sdpa", "reference")
-    attention.install(model.model, kernel, padded)
+    language, tower = backbone.language_of(model.model), backbone.tower_of(model.model)
+    attention.install(language, tower, kernel, layout_padded=padded, packed=not family.recurrent)
     tuning.checkpoint_layers(model.model, plan.checkpointed_layers)
-    family = FAMILIES[plan.config.model.family]
-    with models.seeded(plan.config.train.seed, device):  # adapters begin equal on every rank
-        tuned = tuning.apply_tuning(model, plan.config.tune, family, dtype)
-    tower_trains = any(p.requires_grad for p in model.model.visual.parameters())
-    scorer = scoring.Scorer(
+    with models.seeded(plan.config.train.seed, device):  # adapters and heads begin equal on every rank
+        tuned = tuning.apply_tuning(model, tune, family, dtype)
+        head = heads.make_head(plan, model, ids, device)
+    if adapter is not None:
+        warmstart.load_adapter(tuned, adapter, tune, family)
+    tower_trains = tower is not None and any(p.requires_grad for p in tower.parameters())
+    return scoring.Scorer(
         tuned,
-        rows.to(device),
-        train_head=plan.config.tune.head == "full",
+        head,
         always_see=tower_trains or sharded,
-        padded=padded,
+        padded=padded or family.recurrent,
     )
-    if not any(p.requires_grad for p in scorer.parameters()):
-        raise ValueError("nothing trains: every part is frozen")
-    return scorer
 
 
 def make_engine(scorer: scoring.Scorer, plan: RunPlan) -> Any:
-    """A DeepSpeed engine with torch's own AdamW, which needs no compiled op.
+    """A DeepSpeed engine with torch's own AdamW, which needs no compiled op, or bitsandbytes'.
 
-    One parameter group: the loop sets its learning rate before each step.
+    The loop sets the learning rate of each parameter group before each step, from the group's `peak`.
     """
     import deepspeed
 
-    optim = plan.config.optim
-    trainable = [p for p in scorer.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        trainable,
-        lr=plan.lr,
-        betas=(optim.betas[0], optim.betas[1]),
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        fused=True,
-    )
+    family = family_of(plan.config.model, plan.arch)
+    if zero_stage(plan) == 3:
+        models.mark_leaves(scorer, family)
+    groups = tuning.parameter_groups(scorer, family, plan.config.optim, plan.lr)
+    trainable = [p for group in groups for p in group["params"]]
+    if not trainable:
+        raise ValueError("nothing trains: every part is frozen")
+    optimizer = _make_optimizer(groups, plan.config.optim)
     engine, *_ = deepspeed.initialize(
         model=scorer, optimizer=optimizer, model_parameters=trainable, config=plan.deepspeed
     )
     return engine
+
+
+def _make_optimizer(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
+    shared: dict[str, Any] = {
+        "betas": (optim.betas[0], optim.betas[1]),
+        "eps": optim.eps,
+        "weight_decay": optim.weight_decay,
+    }
+    if optim.name == "adamw8bit":
+        from bitsandbytes.optim import adamw
+
+        return adamw.AdamW8bit(groups, **shared)
+    return torch.optim.AdamW(groups, **shared, fused=True)
 
 
 def optimizer_step(
@@ -78,21 +92,37 @@ def optimizer_step(
     whole batch; DeepSpeed averages over ranks, which the factor takes back. Empty micro-batches run too: every
     rank must make the same collective calls.
     """
-    loss = LOSSES[plan.config.loss.name]
+    loss = loss_of(plan.config)
     watch = watch or Stopwatch(rank.device)
     engine.train()
     total = torch.zeros((), dtype=torch.float64, device=rank.device)
     for batch in batches:
         with watch.span("forward"):
             batch = batch.to(rank.device)
-            scores = engine(batch)
-            value = loss.function(scores, batch.labels, batch.group, plan.config.loss) / max(count, 1.0)
+            value = loss(engine(batch), batch, plan.config.loss) / max(count, 1.0)
         with watch.span("backward"):
             engine.backward(value * engine.dp_world_size)
             total += value.detach()
     with watch.span("optimizer"):
-        engine.step()
+        _step(engine)
     return float(total)  # waits for the whole step, which the watch needs before it is read
+
+
+def _step(engine: Any) -> None:
+    """DeepSpeed's step; its plain Exception at the lowest loss scale, raised on every rank, says what to do."""
+    try:
+        engine.step()
+    except Exception as error:
+        if "loss scale already at minimum" not in str(error):
+            raise
+        text = "float16 overflows in every step: its loss scale is at its minimum and cannot fall further"
+        tries = ("precision=bf16 or precision=fp32", "python -m launcher check data ...")
+        raise TrainingError(Problem(text, tries=tries), title="with this training") from error
+
+
+def loss_scale(engine: Any) -> float | None:
+    """What fp16's losses are multiplied by at present; None in other precisions."""
+    return float(engine.optimizer.cur_scale) if engine.fp16_enabled() else None
 
 
 def zero_stage(plan: RunPlan) -> int:

@@ -3,7 +3,8 @@
 The only file that reaches into DeepSpeed's optimizers (0.19.8): stage 0 in float32 is a plain torch
 AdamW, stages 1 and 2 (and BF16_Optimizer, stage 1 in bf16) keep one flat partition a group, stage 3
 one a sub-group. Functions named `read_*`, `finish_*` and `full_weights` are collective: all ranks
-call them, in the same order. The optimizer is torch.optim.AdamW.
+call them, in the same order. The optimizer is torch.optim.AdamW, or bitsandbytes' AdamW8bit, whose moments are
+float32 between `prepare` and `finish_reading` or `finish_writing` (four times their usual size).
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ def prepare(engine: DeepSpeedEngine) -> None:
     adam = _adam(engine)
     fused = adam.param_groups[0].get("fused")
     for flat in _flat_masters(engine):
-        if not adam.state.get(flat):
+        if hasattr(adam, "init_state"):
+            _unpack(adam, flat)
+        elif not adam.state.get(flat):
             adam.state[flat] = {
                 # Fused kernels want the step beside the parameter, the others want it on the CPU.
                 "step": torch.zeros((), dtype=torch.float32, device=flat.device if fused else "cpu"),
@@ -88,7 +91,17 @@ def prepare(engine: DeepSpeedEngine) -> None:
                 "exp_avg_sq": torch.zeros_like(flat, requires_grad=False),
             }
     if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
+        # DeepSpeed links parameters with their state once, after the first group's first step: with several groups
+        # the others have none yet, and would never be found.
+        engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def finish_reading(engine: DeepSpeedEngine) -> None:
+    """Take back what `prepare` laid out for reading alone."""
+    for state in _adam(engine).state.values():
+        if "state1" in state:
+            del state["exp_avg"], state["exp_avg_sq"]
 
 
 def adam_step(engine: DeepSpeedEngine) -> int:
@@ -99,8 +112,12 @@ def adam_step(engine: DeepSpeedEngine) -> int:
 def finish_writing(engine: DeepSpeedEngine, step: int) -> None:
     """Set Adam's step and rebuild the forward pass's weights from the masters; collective."""
     for state in _adam(engine).state.values():
-        # A tensor for each: with a shared one, every sub-group's update would count for all.
-        state["step"] = torch.full_like(state["step"], float(step))
+        if "state1" in state:
+            state["step"] = step
+            _pack(state)
+        else:
+            # A tensor for each: with a shared one, every sub-group's update would count for all.
+            state["step"] = torch.full_like(state["step"], float(step))
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
     if stage == 3:
         optimizer.checkpoint_event_prologue()  # partitions what is gathered, or stale copies would stay in use
@@ -109,6 +126,22 @@ def finish_writing(engine: DeepSpeedEngine, step: int) -> None:
         optimizer.checkpoint_event_epilogue()  # gathers the small parameters that stay gathered
     elif stage > 0:
         optimizer.update_lp_params()
+
+
+_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def loss_scaler(engine: DeepSpeedEngine) -> dict[str, Any]:
+    """Where fp16's dynamic loss scale stands, JSON-ready; empty for other precisions and a fixed scale."""
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    return {"loss_scaler": {key: getattr(scaler, key) for key in _SCALE}} if getattr(scaler, "dynamic", False) else {}
+
+
+def set_loss_scaler(engine: DeepSpeedEngine, saved: dict[str, Any]) -> None:
+    """Go on with the loss scale of `loss_scaler`, where both runs have a dynamic one."""
+    if loss_scaler(engine):
+        for key, value in saved.get("loss_scaler", {}).items():
+            setattr(engine.optimizer.loss_scaler, key, value)
 
 
 def full_weights(engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor | None]]:
@@ -128,6 +161,33 @@ def full_weights(engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor | None]]
 def _adam(engine: DeepSpeedEngine) -> torch.optim.Optimizer:
     optimizer: Any = engine.optimizer
     return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
+
+
+def _unpack(adam: Any, flat: Tensor) -> None:
+    """Moments of AdamW8bit in float32, under AdamW's names; the ones of small tensors are so already."""
+    from bitsandbytes.functional import dequantize_blockwise
+
+    state = adam.state[flat]
+    if not state:
+        groups = adam.param_groups
+        adam.param_groups = [{**groups[0], "params": [flat]}]  # it looks itself up there; ZeRO-3 leaves groups empty
+        adam.init_state(adam.param_groups[0], flat, 0, 0)
+        adam.param_groups = groups
+    for number, name in ((1, "exp_avg"), (2, "exp_avg_sq")):
+        value, constants, code = (state.get(f"{key}{number}") for key in ("state", "absmax", "qmap"))
+        if constants is not None:
+            value = dequantize_blockwise(value, absmax=constants, code=code, blocksize=256)
+        state[name] = value
+
+
+def _pack(state: dict[str, Any]) -> None:
+    from bitsandbytes.functional import quantize_blockwise
+
+    for number, name in ((1, "exp_avg"), (2, "exp_avg_sq")):
+        value = state.pop(name)
+        if f"absmax{number}" in state:
+            packed, constants = quantize_blockwise(value, code=state[f"qmap{number}"], blocksize=256)
+            state[f"state{number}"], state[f"absmax{number}"] = packed, constants.absmax
 
 
 def _flat_masters(engine: DeepSpeedEngine) -> list[Tensor]:

@@ -1,185 +1,319 @@
-"""Rows of a data file as reranker groups: the native form and ms-swift's reranker rows. No torch.
+"""Rows of data files, folders and hub data sets as reranker groups or chats. No torch.
 
-native   {"id"?, "instruction"?, "query": C, "positives": [C, ...], "negatives": [C, ...]}
-         {"instruction"?, "query": C, "documents": [C, ...], "labels": [1, 0, ...]}   (Qwen's script, with labels)
-         C is a text, or {"text": text or list, "image"|"images": path or list, "min_pixels"?, "max_pixels"?};
-         images come first, then texts; empty content reads NULL as in Qwen's published code.
-swift    {"messages": [...], "positive_messages": [[...], ...], "negative_messages": [[...], ...], "images",
-         "positive_images", "negative_images"}; `<image>` tags mark where images go, a system message is the
-         instruction.
+`raw_rows` reads, `parse` makes one row of a file into rows of ours (a pure function, for a pool of processes), and
+`assemble` does what needs all of them. `dataset.format` names one of FORMATS, or a function of the user's:
 
-Other keys of a row are ignored, unless they name media or scores that training would then silently miss.
+    def function(row: dict) -> dict | None
+
+It is given a row as it stands in the file and returns one in any form that is read here (told by its keys), or
+None to leave the row out. With "auto" every row is told by its keys: see launcher.training.detect.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.errors import ConfigError, Problem
-from launcher.spec import DatasetConfig, RunConfig
-from launcher.training.jsonl import BadRow, RowError, describe, read_lines
+from launcher.datafiles import is_divided
+from launcher.spec import DatasetConfig, LossConfig, RunConfig, TaskConfig, TrainConfig
+from launcher.training.functions import load_function
+from launcher.training.jsonl import BadRow, RowError, describe, parse_line
+from launcher.training.parts import Parts, Talk
+from launcher.training.rows import Chat, Content, Group, Image, Row
 
-__all__ = ["BadRow", "Content", "Group", "Image", "read_groups", "read_split"]
+__all__ = ["BadRow", "Raw", "assemble", "parse", "raw_rows", "read_groups", "read_split"]
 
-
-@dataclass(frozen=True, slots=True)
-class Image:
-    """A picture by path, or its encoded bytes; the pixel limits are this picture's own, else the model's."""
-
-    path: str | None
-    data: bytes | None = None
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-
-    def __str__(self) -> str:
-        return self.path if self.path is not None else "embedded image"
-
-
-Content = tuple[str | Image, ...]  # in reading order
+NEED_NEGATIVES = ("listwise", "pairwise")  # losses that a list of positives alone teaches nothing
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """A query with its documents; labels are 1.0 or 0.0, positives first."""
+class Raw:
+    """One row as it stands in a file: a line of JSON, a dictionary, or what is wrong with it."""
 
-    id: str
-    where: str  # file:line
-    instruction: str | None
-    query: Content
-    documents: tuple[Content, ...]
-    labels: tuple[float, ...]
-    repeats: int = 0  # documents of the row that were dropped as exact repeats
+    source: int  # which entry of dataset.train (or eval)
+    where: str  # file:line, or file:row
+    folder: str  # what image paths are relative to
+    data: bytes | dict[str, Any] | BadRow
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What a row says, before the checks that all formats share."""
+def read_split(config: RunConfig, split: str) -> tuple[list[Row], list[BadRow]]:
+    """The rows of "train" or "eval" as this run needs them; two empty lists for an eval split that isn't given."""
+    if config.dataset.format == "digits":
+        from launcher.training.digits import read_digits
 
-    instruction: str | None
-    query: Content
-    positives: list[Content]
-    negatives: list[Content]
-
-
-def read_split(config: RunConfig, split: str) -> tuple[list[Group], list[BadRow]]:
-    """The rows of "train" or "eval" as this run needs them; two empty lists for an eval split that isn't given.
-
-    A list of positives alone teaches a listwise loss nothing and makes every ranking perfect, so there, and
-    for evaluation, rows need negatives.
-    """
-    if split == "eval" and config.dataset.format != "digits" and config.dataset.eval is None:
-        return [], []
-    need_negatives = split == "eval" or config.loss.name == "listwise"
-    return read_groups(config.dataset, split, seed=config.train.seed, need_negatives=need_negatives)
+        limit = config.dataset.max_rows if split == "train" else None
+        digits = read_digits(split, seed=config.train.seed, max_rows=limit)
+        return assemble(config, split, digits)
+    rows: list[Row] = []
+    bad: list[BadRow] = []
+    for raw in raw_rows(config, split):
+        found = parse(config, split, raw)
+        if isinstance(found, BadRow):
+            bad.append(found)
+        else:
+            rows += found
+    kept, more = assemble(config, split, rows)
+    return kept, bad + more
 
 
 def read_groups(
     dataset: DatasetConfig, split: str, *, seed: int, need_negatives: bool = False
 ) -> tuple[list[Group], list[BadRow]]:
-    """All groups of a split and the rows that can't be used; image files are looked up, not opened.
+    """The reranker groups of a split and the rows that can't be used; image files are looked up, not opened."""
+    loss = LossConfig(name="listwise" if need_negatives else "pointwise")
+    config = RunConfig(dataset=dataset, loss=loss, task=TaskConfig(name="rerank"), train=TrainConfig(seed=seed))
+    rows, bad = read_split(config, split)
+    return [row for row in rows if isinstance(row, Group)], bad
 
-    The training split only: `dataset.max_rows` keeps that many rows, good or bad, from its start;
-    `dataset.shuffle_labels` (a control: nothing can be learned) permutes the labels within each group.
+
+def raw_rows(config: RunConfig, split: str) -> Iterator[Raw]:
+    """Every row of a split as it stands in its files, in their order; nothing for an eval split that isn't given.
+
+    Of training rows `dataset.max_rows` keeps that many, good or bad, from the start. With `dataset.eval_fraction`
+    both splits are made of the same rows: `assemble` divides them. Raises ConfigError for what is no data set.
     """
-    max_rows = dataset.max_rows if split == "train" else None
-    bad: list[BadRow] = []
-    if dataset.format == "digits":
-        from launcher.training.digits import read_digits
+    from launcher.training.sources import read_sources
 
-        groups = read_digits(split, seed=seed, max_rows=max_rows)
-    else:
-        groups, bad = _read_file(_data_file(dataset, split), dataset.format, max_rows, need_negatives)
-    if dataset.shuffle_labels and split == "train":
-        groups = [_shuffled(group, f"{seed}:{row}") for row, group in enumerate(groups)]
-    return groups, bad
+    limit = config.dataset.max_rows if split == "train" or is_divided(config.dataset) else None
+    for number, raw in enumerate(read_sources(config.dataset, split)):
+        if limit is not None and number >= limit:
+            return
+        yield raw
 
 
-def _read_file(
-    path: Path, format_name: str, max_rows: int | None, need_negatives: bool
-) -> tuple[list[Group], list[BadRow]]:
-    # imported here: the parsers build on this module's types
-    from launcher.training.native import native_parts
-    from launcher.training.swift import swift_parts
-
-    parsers = {"native": native_parts, "swift": swift_parts}
-    groups: list[Group] = []
-    bad: list[BadRow] = []
-    for number, row in read_lines(path):
-        if max_rows is not None and len(groups) + len(bad) >= max_rows:
-            break
-        if isinstance(row, BadRow):
-            bad.append(row)
-            continue
-        where, row_id = f"{path}:{number}", _row_id(row, number)
-        try:
-            name = format_name if format_name != "auto" else _detect(row)
-            groups.append(_group(row_id, where, parsers[name](row, path.parent), need_negatives))
-        except RowError as error:
-            bad.append(BadRow(where, row_id, str(error)))
-    return groups, bad
+Make = Callable[[RunConfig, str, Parts | Talk, str, Raw], Row]
 
 
-def _data_file(dataset: DatasetConfig, split: str) -> Path:
-    value = dataset.train if split == "train" else dataset.eval
-    key = f"dataset.{split}"
-    if not value:
-        raise ConfigError(Problem(f"{key} is not given: a file of JSON lines", tries=(f"{key}=FILE.jsonl",)))
-    path = Path(value)
-    if not path.is_file():
-        what = "is a folder, not a file of JSON lines" if path.is_dir() else "does not exist"
-        raise ConfigError(Problem(f"{key}={value} {what}", tries=(f"{key}=FILE.jsonl",)))
+def parse(config: RunConfig, split: str, raw: Raw, make: Make | None = None) -> list[Row] | BadRow:
+    """One raw row as rows of ours (a user's function may leave it out: none), or why it can't be used.
+
+    `make` turns what the row says into a row for another use than training, and raises RowError.
+    """
+    number = raw.where.rpartition(":")[2]
+    row_id = number
+    if isinstance(raw.data, BadRow):
+        return raw.data
     try:
-        path.open("rb").close()
-    except OSError as error:
-        raise ConfigError(Problem(f"{key}={value} can't be read: {error.strerror}", tries=("chmod +r",))) from None
-    return path
+        row = parse_line(raw.data) if isinstance(raw.data, bytes) else raw.data
+        # Null is how columns say that a row hasn't them.
+        row = {key: value for key, value in row.items() if value is not None}
+        row_id = _row_id(row, number)
+        own = ":" in config.dataset.format
+        if own:
+            made_of_it = _called(config.dataset.format, row)
+            if made_of_it is None:
+                return []
+            row, row_id = made_of_it, _row_id(made_of_it, row_id)
+        row = _renamed(row, config.dataset.columns)
+        name = None if own or config.dataset.format == "auto" else config.dataset.format
+        found = _parsed(config, name, row, Path(raw.folder))
+        made = (make or _made)(config, split, found, row_id, raw)
+    except RowError as error:
+        return BadRow(raw.where, row_id, str(error))
+    return [made]
 
 
-def _row_id(row: dict[str, Any], number: int) -> str:
+def assemble(config: RunConfig, split: str, rows: Iterable[Row]) -> tuple[list[Row], list[BadRow]]:
+    """What needs all rows: documents of a query that has a row for each are joined, and the held-out part is divided.
+
+    `dataset.shuffle_labels` (a control: nothing can be learned) permutes the labels within each training group.
+    """
+    data = config.dataset
+    kept = _joined(rows)
+    if is_divided(data):
+        kept = [row for row in kept if (_draw(row) < data.eval_fraction) == (split == "eval")]
+    bad = [BadRow(row.where, row.id, why) for row in kept if (why := _lack(config, split, row))]
+    unusable = {row.where for row in bad}
+    kept = [row for row in kept if row.where not in unusable] if bad else kept
+    if data.shuffle_labels and split == "train":
+        kept = [_shuffled(row, f"{config.train.seed}:{at}") for at, row in enumerate(kept)]
+    return kept, bad
+
+
+def _row_id(row: dict[str, Any], number: str) -> str:
     """The row's id as text (an integer keeps all its digits), else its line number."""
     value = row.get("id")
-    return str(number) if value is None or value == "" else str(value)
+    return number if value is None or value == "" else str(value)
 
 
-def _detect(row: dict[str, Any]) -> str:
-    if "messages" in row or "positive_messages" in row:
-        return "swift"
-    if "query" in row and row.keys() & {"positives", "positive", "negatives", "negative", "documents"}:
-        return "native"
-    keys = ", ".join(sorted(row)) or "none"
-    raise RowError(
-        f'unknown format: its keys are {keys}; a row looks like {{"query": "...", "positives": ["..."], '
-        '"negatives": ["..."]} or has "messages", "positive_messages", "negative_messages"'
+def _called(name: str, row: dict[str, Any]) -> dict[str, Any] | None:
+    """What the user's function that dataset.format names makes of a row."""
+    function = load_function(name, "dataset.format")
+    try:
+        made = function(row)
+    except Exception as error:  # the user's code, on the user's row
+        raise RowError(f"{name} raised {type(error).__name__}: {error}") from error
+    if made is not None and not isinstance(made, dict):
+        raise RowError(f"wrong type: {name} must return a dictionary or None, not {describe(made)}")
+    return made
+
+
+def _renamed(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+    """The row under our names; a column may serve only one of them."""
+    for ours, theirs in columns.items():
+        if theirs not in row and ours not in row:
+            raise RowError(f"no column {theirs} for dataset.columns.{ours}; its keys are {', '.join(sorted(row))}")
+    taken = {theirs: ours for ours, theirs in columns.items() if theirs in row}
+    return {key: value for key, value in row.items() if key not in taken} | {taken[t]: row[t] for t in taken}
+
+
+def _parsed(config: RunConfig, name: str | None, row: dict[str, Any], folder: Path) -> Parts | Talk:
+    from launcher.training.detect import detect, parser_of
+
+    return parser_of(name or detect(row, config.task.name))(row, folder)
+
+
+def _made(config: RunConfig, split: str, found: Parts | Talk, row_id: str, raw: Raw) -> Row:
+    task, data = config.task.name, config.dataset
+    limits = (data.min_pixels, data.max_pixels)
+    if isinstance(found, Talk):
+        if task == "rerank":
+            raise RowError("a chat: task=rerank needs a query and documents; task=sft trains on chats")
+        if task == "classify" and found.label is None:
+            raise RowError('no label: task=classify needs a "label" in each row')
+        if task == "sft" and not any(turn.train for turn in found.turns):
+            raise RowError("no answer: the chat has no turn of the assistant to learn")
+        turns = tuple(replace(turn, content=limited(turn.content, *limits)) for turn in found.turns)
+        return Chat(id=row_id, where=raw.where, turns=turns, label=found.label, source=raw.source)
+    if task == "classify":
+        raise RowError("a query with documents: task=classify needs a text and its label; task=rerank trains on these")
+    found = replace(
+        found,
+        query=limited(found.query, *limits),
+        documents=tuple(replace(doc, content=limited(doc.content, *limits)) for doc in found.documents),
+    )
+    group = _group(row_id, raw.where, found, on_bad=data.on_bad, source=raw.source)
+    if not group.judged and (why := _lack(config, split, group)):
+        raise RowError(why)
+    return group
+
+
+def limited(content: Content, low: int | None, high: int | None) -> Content:
+    """With the data set's pixel limits on images that have none of their own."""
+    if low is None and high is None:
+        return content
+    return tuple(
+        replace(part, min_pixels=part.min_pixels or low, max_pixels=part.max_pixels or high)
+        if isinstance(part, Image)
+        else part
+        for part in content
     )
 
 
-def _group(row_id: str, where: str, parts: Parts, need_negatives: bool) -> Group:
-    if not parts.positives:
-        raise RowError("no positives")
-    if need_negatives and not parts.negatives:
-        raise RowError("no negatives")
-    positives, negatives = list(dict.fromkeys(parts.positives)), list(dict.fromkeys(parts.negatives))
-    both = set(positives) & set(negatives)
-    if both:
-        shown = describe(" ".join(str(part) for part in next(doc for doc in positives if doc in both)))
+def _group(row_id: str, where: str, parts: Parts, *, on_bad: str, source: int) -> Group:
+    """Positives first; exact repeats are dropped, and with on_bad=skip also what stands on both sides."""
+    distinct = list({(doc.content, doc.label > 0): doc for doc in reversed(parts.documents)}.values())[::-1]
+    sides = {side: {doc.content for doc in distinct if (doc.label > 0) == side} for side in (True, False)}
+    both = sides[True] & sides[False]
+    kept = [doc for doc in distinct if doc.content not in both]
+    if both and (on_bad == "error" or not any(doc.label > 0 for doc in kept)):
+        shown = describe(" ".join(str(part) for part in next(doc.content for doc in distinct if doc.content in both)))
         raise RowError(f"document both positive and negative: {shown}")
-    documents = (*positives, *negatives)
+    kept.sort(key=lambda doc: doc.label <= 0)
+    scores = tuple(doc.score for doc in kept if doc.score is not None)
+    if scores and len(scores) < len(kept):
+        raise RowError(f"scores do not match: {len(scores)} scores for {len(kept)} documents")
     return Group(
         id=row_id,
         where=where,
         instruction=parts.instruction,
         query=parts.query,
-        documents=documents,
-        labels=(1.0,) * len(positives) + (0.0,) * len(negatives),
-        repeats=len(parts.positives) + len(parts.negatives) - len(documents),
+        documents=tuple(doc.content for doc in kept),
+        labels=tuple(doc.label for doc in kept),
+        scores=scores or None,
+        repeats=len(parts.documents) - len(distinct),
+        contradictory=len(distinct) - len(kept),
+        source=source,
+        judged=parts.judged,
     )
 
 
-def _shuffled(group: Group, key: str) -> Group:
+def _lack(config: RunConfig, split: str, row: Row) -> str | None:
+    """Why a group teaches or measures nothing here.
+
+    A list of positives alone makes every ranking perfect and gives some losses nothing to compare; random
+    negatives may still be drawn for it. One judged document is enough for a loss on documents.
+    """
+    if not isinstance(row, Group) or config.task.name == "sft":
+        return None
+    data, positive = config.dataset, any(label > 0 for label in row.labels)
+    compared = split == "eval" or config.loss.name in NEED_NEGATIVES
+    if not positive and (compared or not row.judged):
+        return "no positives"
+    if compared and not data.random_negatives and all(label > 0 for label in row.labels):
+        return "no negatives"
+    if split == "train" and config.loss.name == "distill" and row.scores is None:
+        return "no scores: loss=distill learns a teacher's, one a document"
+    return None
+
+
+def _joined(rows: Iterable[Row]) -> list[Row]:
+    """Groups of one judged document each become one group a query, where its first stood."""
+    kept: list[Row] = []
+    places: dict[Any, int] = {}
+    more: dict[int, list[Group]] = {}
+    for row in rows:
+        if isinstance(row, Group) and row.judged:
+            key = (row.source, row.instruction, row.query)
+            if key in places:
+                more.setdefault(places[key], []).append(row)
+                continue
+            places[key] = len(kept)
+        kept.append(row)
+    for at, others in more.items():
+        first = kept[at]
+        assert isinstance(first, Group)
+        kept[at] = _merged([first, *others])
+    return kept
+
+
+def _merged(groups: list[Group]) -> Group:
+    """A document judged twice keeps its first label."""
+    first = groups[0]
+    found: dict[Content, tuple[float, float | None]] = {}
+    for group in groups:
+        for at, document in enumerate(group.documents):
+            found.setdefault(document, (group.labels[at], group.scores[at] if group.scores else None))
+    ordered = sorted(found.items(), key=lambda item: item[1][0] <= 0)
+    scores = tuple(score for _, (_, score) in ordered if score is not None)
+    return replace(
+        first,
+        documents=tuple(document for document, _ in ordered),
+        labels=tuple(label for _, (label, _) in ordered),
+        scores=scores if len(scores) == len(ordered) else None,
+        repeats=sum(group.repeats for group in groups) + len(groups) - len(ordered),
+    )
+
+
+def _draw(row: Row) -> float:
+    """A number from 0 to below 1 that only the query decides (of a chat: its first message from the user).
+
+    Files count by their last name, so that it is the same wherever the data lie.
+    """
+    if isinstance(row, Group):
+        content = row.query
+    else:
+        content = next((turn.content for turn in row.turns if turn.role == "user"), ())
+    digest = hashlib.sha256()
+    for part in content:
+        if isinstance(part, str):
+            digest.update(b"t" + part.encode())
+        elif isinstance(part, Image) and part.data is not None:
+            digest.update(b"d" + hashlib.sha256(part.data).digest())
+        else:
+            path = part.path if part.path is not None else getattr(part, "frames", ("",))[0]
+            digest.update(b"f" + Path(path).name.encode())
+    return int.from_bytes(digest.digest()[:7], "big") / 2**56
+
+
+def _shuffled(row: Row, key: str) -> Row:
     """The same documents with their labels dealt anew, a pure function of `key`; positives first again."""
-    order = list(range(len(group.documents)))
+    if not isinstance(row, Group):
+        return row
+    order = list(range(len(row.documents)))
     random.Random(key).shuffle(order)
-    return replace(group, documents=tuple(group.documents[i] for i in order))
+    return replace(row, documents=tuple(row.documents[i] for i in order))

@@ -1,20 +1,15 @@
-"""Pictures as RGB pixels, their size without decoding, and the vision tower's patches. torch only in `patchify`."""
+"""Pictures as RGB pixels and their size without decoding. No torch."""
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
 
 import PIL
 import PIL.Image
 
-from launcher.training.formats import Image
-
-if TYPE_CHECKING:
-    import torch
+from launcher.training.rows import Image, Video
 
 MAX_ASPECT = 200  # longer side over shorter one, the limit of Qwen's own resize rule
 BACKGROUND = (255, 255, 255)  # what shows through transparent pixels
@@ -29,28 +24,41 @@ TRANSPOSE = {
     7: PIL.Image.Transpose.TRANSVERSE,
     8: PIL.Image.Transpose.ROTATE_90,
 }
-Grid = tuple[int, int, int]  # patches: (1, rows, columns)
+LARGE = 1 << 24  # pixels; no model's own limit is higher
+STRIP = 1 << 22  # pixels converted at a time of a picture above that
 
 
-class ImageError(ValueError):
-    """A picture that can't be used; the message names its path and the reason."""
+class MediaError(ValueError):
+    """A picture or film that can't be used; the message names its path and the reason."""
 
-    def __init__(self, image: Image, reason: str) -> None:
-        super().__init__(f"{image}: {reason}")
+    def __init__(self, media: Image | Video, reason: str) -> None:
+        super().__init__(f"{media}: {reason}")
 
 
-def open_image(image: Image) -> PIL.Image.Image:
+class ImageError(MediaError):
+    """A picture that can't be used."""
+
+
+def open_image(image: Image, size: tuple[int, int] | None = None) -> PIL.Image.Image:
     """Decode a picture fully, as RGB the way people see it; raises ImageError.
 
     Turned by its EXIF orientation, transparency on white, 16-bit grey scaled to 8 bits, CMYK and palettes
-    converted; of an animation the first frame.
+    converted; of an animation the first frame. With `size`, the (width, height) it will be scaled to, a picture of
+    more than LARGE pixels comes in a smaller one that is still twice as wide and high, so that a file of a few kB
+    can't take gigabytes.
     """
     try:
         with _open(image) as opened:
             orientation = _orientation(opened)
+            spare = 1
+            if size is not None and opened.width * opened.height > LARGE:
+                stored = size[::-1] if orientation in SWAPS_SIDES else size
+                opened.draft("RGB", (2 * stored[0], 2 * stored[1]))  # JPEG alone can decode a half, quarter or eighth
+                spares = (side // (2 * wanted) for side, wanted in zip(opened.size, stored, strict=True))
+                spare = max(1, min(*spares, 16))
             opened.load()
-            turned = opened.transpose(TRANSPOSE[orientation]) if orientation in TRANSPOSE else opened
-            return _to_rgb(turned)
+            picture = _to_rgb(opened) if spare == 1 else _reduced(opened, spare)
+            return picture.transpose(TRANSPOSE[orientation]) if orientation in TRANSPOSE else picture
     except Exception as error:  # Pillow's decoders raise many kinds, struct.error and SyntaxError among them
         raise _explained(image, error) from error
 
@@ -74,16 +82,16 @@ def check_image(image: Image, *, decode: bool) -> None:
     except ValueError as error:
         raise ImageError(image, str(error)) from None
     if decode:
-        open_image(image)
+        open_image(image, (1, 1))
 
 
-def check_aspect(height: int, width: int) -> None:
+def check_aspect(height: float, width: float) -> None:
     """Raise ValueError for a strip that Qwen's resize rule refuses."""
     if max(height, width) > MAX_ASPECT * min(height, width):
         raise ValueError(f"{width} x {height} px: one side is more than {MAX_ASPECT} times the other")
 
 
-def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+def smart_resize(height: float, width: float, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
     """(height, width) after Qwen-VL's resize: multiples of `factor`, area within the limits, shape kept.
 
     `factor` is patch size times merge size (32 for Qwen3-VL). Sides are never below one factor, so a long strip
@@ -105,36 +113,19 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
     return rows * factor, columns * factor
 
 
-def patchify(
-    images: Sequence[PIL.Image.Image], grids: Sequence[Grid], image_processor: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(pixel_values float32 [patches of all images, 3*2*patch*patch], grid_thw int64 [images, 3]).
-
-    Each picture is scaled to its planned grid exactly, so its tokens can't differ from those counted before
-    decoding; scaling, normalisation and patch order are the Hugging Face image processor's.
-    """
-    import torch
-    from torchvision.transforms.v2 import functional
-
-    patch = image_processor.patch_size
-    pixels = []
-    for picture, (_, rows, columns) in zip(images, grids, strict=True):
-        tensor = functional.pil_to_tensor(picture)
-        if tensor.shape[1:] != (rows * patch, columns * patch):
-            # as transformers' torchvision backend does: bicubic with antialiasing on the bytes
-            tensor = functional.resize(
-                tensor, [rows * patch, columns * patch], functional.InterpolationMode.BICUBIC, antialias=True
-            )
-        pixels.append(tensor)
-    batch = image_processor(images=pixels, do_resize=False, return_tensors="pt")
-    expected = torch.tensor(grids, dtype=torch.int64)
-    assert torch.equal(batch["image_grid_thw"], expected), "the image processor made other grids than planned"
-    return batch["pixel_values"].float(), expected
-
-
 def _open(image: Image) -> PIL.Image.Image:
-    source: Any = image.path if image.data is None else io.BytesIO(image.data)
-    return PIL.Image.open(source)
+    if image.data is not None:
+        return PIL.Image.open(io.BytesIO(image.data))
+    assert image.path is not None
+    if image.span is None:
+        return PIL.Image.open(image.path)
+    offset, length = image.span
+    with open(image.path, "rb") as file:
+        file.seek(offset)
+        data = file.read(length)
+    if len(data) < length:
+        raise ValueError(f"{image.path} ends before byte {offset + length}")
+    return PIL.Image.open(io.BytesIO(data))
 
 
 def _orientation(opened: PIL.Image.Image) -> int:
@@ -157,6 +148,18 @@ def _to_rgb(picture: PIL.Image.Image) -> PIL.Image.Image:
         paper = PIL.Image.new("RGBA", layer.size, (*BACKGROUND, 255))
         return PIL.Image.alpha_composite(paper, layer).convert("RGB")
     return picture.convert("RGB") if picture.mode != "RGB" else picture.copy()
+
+
+def _reduced(picture: PIL.Image.Image, factor: int) -> PIL.Image.Image:
+    """RGB at 1/factor of both sides, strip by strip: converted whole, a large picture takes many times its memory."""
+    width, height = -(-picture.width // factor), -(-picture.height // factor)
+    small = PIL.Image.new("RGB", (width, height))
+    rows = max(1, STRIP // (picture.width * factor)) * factor
+    for top in range(0, picture.height, rows):
+        strip = picture.crop((0, top, picture.width, min(top + rows, picture.height)))
+        strip.info = picture.info  # of a palette's transparency
+        small.paste(_to_rgb(strip).reduce(factor), (0, top // factor))
+    return small
 
 
 def _from_16_bit(picture: PIL.Image.Image) -> PIL.Image.Image:

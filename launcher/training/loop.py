@@ -2,47 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from launcher.arithmetic import warmup_steps
 from launcher.errors import ConfigError, Problem
-from launcher.families import FAMILIES
-from launcher.rundir import RunDir
-from launcher.spec import RunPlan
-from launcher.training import checkpoint, evaluate, export, processors
-from launcher.training.check import note_bad_rows, usable_groups
-from launcher.training.encoding import Encoder, make_encoder
-from launcher.training.engine import build_scorer, make_engine, optimizer_step
-from launcher.training.formats import Group
-from launcher.training.jsonl import BadRow
-from launcher.training.lengths import Lengths, fitting, measure
+from launcher.families import family_of
+from launcher.plain import to_data
+from launcher.prepared import SPLITS
+from launcher.rundir import RunDir, read_json, write_json
+from launcher.spec import RunPlan, is_better
+from launcher.training import checkpoint, evaluate, export, health, processors
+from launcher.training.chats import with_classes
+from launcher.training.check import note_bad_rows
+from launcher.training.encoding import make_encoder
+from launcher.training.engine import build_scorer, loss_scale, make_engine, optimizer_step
+from launcher.training.evaluate import Outputs, score_rows
 from launcher.training.metriclog import MetricLog
+from launcher.training.models import DTYPES
 from launcher.training.pixels import Pixels
+from launcher.training.prepare import Prepared, agreed, prepare
 from launcher.training.profiling import Profile, make_profile
 from launcher.training.rankstatus import RankStatus
+from launcher.training.rows import Row
 from launcher.training.runtime import Rank, distributed
-from launcher.training.schedule import Order, learning_rate
-from launcher.training.steps import Step, StepMaker, prefetched, training_steps
+from launcher.training.sampling import held_out
+from launcher.training.schedule import Order, learning_rate, make_order
+from launcher.training.steps import Step, StepMaker, training_steps
 from launcher.training.timing import DATA_WAIT, Stopwatch, over_ranks, peak_memory_gib
 from launcher.training.tuning import trainable_by_part
+
+SHOWN_ROWS = 20  # of those left out, in a rank's log
 
 
 def train(plan: RunPlan, run: RunDir, status: RankStatus) -> None:
     """Train as the plan says; returns when done or, after a requested stop, saved."""
+    log = MetricLog(run, int(os.environ["RANK"]), status)
+    log.phase("reading data")
+    # Before the ranks are a group: one of them may work for long, and no time limit runs for the others.
+    prepared = {split: prepare(plan, split, status.beat) for split in SPLITS}
     with distributed(plan) as rank:
-        log = MetricLog(run, rank.rank, status)
-        trainer = Trainer.build(plan, run, rank, status, log)
+        trainer = Trainer.build(plan, run, rank, status, log, prepared)
         stopped = trainer.fit()
         trainer.engine.destroy()
         if plan.config.checkpoint.export and not stopped and rank.rank == 0:
             log.phase("exporting")
             source = export.checkpoint_to_export(run)
-            folder = export.export_from_checkpoint(plan, source, run.export, status.each)
+            folder = export.export_from_checkpoint(plan, source, run.export, status.each, log.warn)
             log.event("export", path=str(folder), checkpoint=str(source))
         log.phase("ended", state="stopped" if stopped else "done")
 
@@ -58,44 +67,75 @@ class Trainer:
     log: MetricLog
     engine: Any
     maker: StepMaker
-    train_rows: Sequence[Group]
-    eval_rows: Sequence[Group]
+    train_rows: Sequence[Row]
+    eval_rows: Sequence[Row]
     order: Order
     processor: Any
     watch: Stopwatch
     profile: Profile
+    watched: health.GradientWatch
     step: int = 0  # optimizer steps done
     best: dict[str, Any] | None = None  # {"step", "value"} of eval.metric
     last_eval: int = -1
+    stale: int = 0  # evaluations in a row without a new best
     saved: set[int] = field(default_factory=set)
     units: float | None = None  # of the loss trained on, over all ranks; None before a step
 
+    def __post_init__(self) -> None:
+        self.bad = health.BadSteps(self.plan.config, self.plan.precision, self.plan.lr)
+
     @classmethod
-    def build(cls, plan: RunPlan, run: RunDir, rank: Rank, status: RankStatus, log: MetricLog) -> Trainer:
-        """Read the data, load the model, start the engine, and resume when the plan says so."""
-        log.phase("reading data")
+    def build(
+        cls,
+        plan: RunPlan,
+        run: RunDir,
+        rank: Rank,
+        status: RankStatus,
+        log: MetricLog,
+        prepared: dict[str, Prepared],
+    ) -> Trainer:
+        """Load the model, start the engine, and resume when the plan says so."""
+        _hold_rows_equal(plan, prepared, rank, log)
+        train_rows = prepared["train"]
+        eval_rows = held_out(prepared["eval"], plan.config.dataset, seed=plan.config.train.seed)
+        plan = with_classes(plan, train_rows, _saved_classes(plan))
         processor = processors.load_processor(plan)
         encoder = make_encoder(plan, processor)
-        train_rows, eval_rows = (_rows(plan, split, encoder, rank, log) for split in ("train", "eval"))
         log.phase("loading model")
         scorer = build_scorer(plan, processor, rank.device)
         log.phase("starting DeepSpeed")
         rank.gather(None)  # here a slow reader is waited for; DeepSpeed's own NCCL groups give up after 10 minutes
+        begun = health.digests(health.trained(scorer), DTYPES[plan.precision])
+        watched = health.GradientWatch(scorer, family_of(plan.config.model, plan.arch))
         engine = make_engine(scorer, plan)
         _hold_to_plan(engine.module, plan)
+        health.check_equal_start(rank, begun, health.digests(health.trained(engine.module), DTYPES[plan.precision]))
         maker = StepMaker(
             plan,
             encoder,
-            Pixels(processor.image_processor),
+            Pixels(processor),
             rank=rank.rank,
             padded=scorer.padded,
             warn=log.warn,
         )
-        order = Order(len(train_rows), plan.batch.global_size, plan.config.train.seed)
+        order = make_order(plan, train_rows)
         watch = Stopwatch(rank.device)
         profile = make_profile(plan.config.profile, run, rank, engine, watch, log)
         trainer = cls(
-            plan, run, rank, status, log, engine, maker, train_rows, eval_rows, order, processor, watch, profile
+            plan,
+            run,
+            rank,
+            status,
+            log,
+            engine,
+            maker,
+            train_rows,
+            eval_rows,
+            order,
+            processor,
+            watch,
+            profile,
+            watched,
         )
         if plan.resume_from is not None:
             trainer._resume(plan.resume_from)
@@ -124,6 +164,9 @@ class Trainer:
                 break
             if self._due(config.eval.every_steps):
                 self.evaluate()
+                if config.eval.patience is not None and self.stale >= config.eval.patience:
+                    self.log.event("early_stop", step=self.step, evaluations=self.stale, best=self.best)
+                    break
             if self._due(config.checkpoint.every_steps) or self._epoch_ended():
                 self.save()
         self.profile.close()
@@ -151,37 +194,49 @@ class Trainer:
         count, groups, tokens, stop = self.rank.sum(
             share.units, share.groups, share.tokens, float(self.status.stop_requested)
         )
-        lr = self._learning_rate()
+        lr = self._learning_rate(self.plan.lr)
         for group in self.engine.optimizer.param_groups:
-            group["lr"] = lr
-        loss = optimizer_step(self.engine, self.plan, self.log.each(share.micro_batches), count, self.rank, self.watch)
+            group["lr"] = self._learning_rate(group["peak"])
+        skipped = int(self.engine.skipped_steps)
+        own_loss = optimizer_step(
+            self.engine, self.plan, self.log.each(share.micro_batches), count, self.rank, self.watch
+        )
         self.step += 1
         self.units = (self.units or 0.0) + count
+        own = (own_loss, *self.watch.seconds(), share.tokens, *peak_memory_gib(self.rank.device))
+        losses, *rest = zip(*self.rank.table(own), strict=True)
+        loss, scale = sum(losses), loss_scale(self.engine)
+        fault = self.bad.note(self.step, loss, count, skipped=int(self.engine.skipped_steps) > skipped)
         if self.step % config.logging.every_steps == 0 or self.step == self.total_steps:
-            own = (loss, *self.watch.seconds(), share.tokens, *peak_memory_gib(self.rank.device))
-            losses, *rest = zip(*self.rank.table(own), strict=True)
             seconds = self.watch.elapsed
             norm = self.engine.get_global_grad_norm()
             self.log.step(
                 step=self.step,
                 total_steps=self.total_steps,
                 epoch=self.step / self.order.steps_per_epoch,
-                loss=sum(losses),
+                loss=loss,
                 lr=lr,
                 grad_norm=None if norm is None else float(norm),
                 queries_per_s=groups / seconds,
                 tokens_per_s=tokens / seconds,
                 step_s=seconds,
                 skipped=int(self.engine.skipped_steps),
+                bad_steps=self.bad.total,
+                loss_scale=scale,
                 micro_steps=len(share.micro_batches),
                 timings=over_ranks(list(zip(*rest, strict=True))),
             )
+        if fault is not None and self.bad.in_a_row == 1:
+            self.log.warn(fault)
+        self.bad.check(fault, scale, whole_run=self.bad.in_a_row == self.step == self.total_steps)
+        if (unseen := self.watched.after_step(self.rank, share.micro_batches, loss)) is not None:
+            self.log.warn(unseen)
         return stop > 0
 
-    def _learning_rate(self) -> float:
+    def _learning_rate(self, peak: float) -> float:
         optim, total = self.plan.config.optim, self.total_steps
         warmup = warmup_steps(optim, total)
-        return learning_rate(self.step, total_steps=total, peak=self.plan.lr, warmup_steps=warmup, optim=optim)
+        return learning_rate(self.step, total_steps=total, peak=peak, warmup_steps=warmup, optim=optim)
 
     def _due(self, every: int | None) -> bool:
         return every is not None and self.step % every == 0 and self.step < self.total_steps
@@ -194,28 +249,44 @@ class Trainer:
         if not self.eval_rows or self.last_eval == self.step:
             return
         self.log.phase("evaluating")
-        records = score_rows(self.engine, self.maker, self.eval_rows, self.rank, self.stopping, self.status.beat)
-        if records is None:
+        found = score_rows(self.engine, self.maker, self.eval_rows, self.rank, self.stopping, self.status.beat)
+        if found is None:
             return
-        if not records:
+        if not found.rows:
             raise _no_usable_row("dataset.eval")
-        metrics = evaluate.summarise(records)
+        config = self.plan.config
+        metrics = evaluate.numbers(found, config)
         self.last_eval = self.step
-        self.log.evaluation(step=self.step, metrics=metrics, groups=len(records))
-        for text in evaluate.warnings(records):
-            self.log.warn(text)
-        value = metrics[f"eval/{self.plan.config.eval.metric}"]
-        if self.step > 0 and (self.best is None or value > self.best["value"]):
-            self.best = {"step": self.step, "value": value}
+        self.log.evaluation(step=self.step, metrics=metrics, groups=found.rows)
+        if config.task.name == "rerank":
+            self._look_at(found)
+        value, best = metrics[f"eval/{config.metric}"], None if self.best is None else self.best["value"]
+        if self.step > 0 and is_better(config.metric, value, best):
+            self.best, self.stale = {"step": self.step, "value": value}, 0
             if self.plan.config.checkpoint.keep_best:
                 self.save()
+        elif self.step > 0:
+            self.stale += 1
+
+    def _look_at(self, found: Outputs) -> None:
+        """Warn of scores that are suspicious, and keep the model that fused those of segments."""
+        fused = evaluate.fused(found.records, self.plan.config)
+        for text in [*evaluate.warnings(fused.records), *([fused.note] if fused.note else [])]:
+            self.log.warn(text)
+        if fused.model is not None and self.rank.rank == 0:
+            write_json(self.run.fusion, to_data(fused.model))
 
     def save(self) -> None:
         """Write a checkpoint of this step unless it exists; keep the last ones and the best."""
         if self.step in self.saved:
             return
         self.log.phase("saving")
-        state = {"epoch": self.step / self.order.steps_per_epoch, "best": self.best}
+        state = {
+            "epoch": self.step / self.order.steps_per_epoch,
+            "best": self.best,
+            "stale": self.stale,
+            "classes": self.plan.config.task.classes,  # of task=classify: the rows may have told them
+        }
         folder = checkpoint.save(
             self.engine,
             run=self.run,
@@ -234,7 +305,7 @@ class Trainer:
 
     def _resume(self, folder: str) -> None:
         state = checkpoint.load(self.engine, Path(folder), self.plan, self.rank.cpu_group, self.status.beat)
-        self.step, self.best = int(state["step"]), state.get("best")
+        self.step, self.best, self.stale = int(state["step"]), state.get("best"), int(state.get("stale", 0))
         self.saved.add(self.step)
         self.log.event("resumed", step=self.step, path=folder)
 
@@ -254,65 +325,36 @@ class Trainer:
         return stopped
 
 
-def score_rows(
-    engine: Any,
-    maker: StepMaker,
-    rows: Sequence[Group],
-    rank: Rank,
-    stopping: Callable[[], bool] = lambda: False,
-    beat: Callable[[], None] = lambda: None,
-) -> evaluate.Records | None:
-    """Scores and labels of every row, on every rank; the work is shared and groups may be split.
-
-    Rows are taken some batches at a time: their pixels need not fit in memory together. None when `stopping`
-    (collective, asked once in such a while) says so. `beat` is called for each batch, as a sign of progress.
-    """
-    chunk = 4 * maker.plan.batch.global_size
-    shares = prefetched(lambda i: maker.scoring(rows[i * chunk : (i + 1) * chunk]), 0, -(-len(rows) // chunk))
-    engine.eval()
-    mine: list[tuple[int, float, float]] = []
-    with torch.no_grad():
-        for number, share in enumerate(shares):
-            if stopping():
-                return None
-            for batch in share.micro_batches:
-                beat()
-                scores = engine(batch.to(rank.device)).tolist()
-                index = (batch.group + number * chunk).tolist()
-                mine += zip(index, scores, batch.labels.tolist(), strict=True)
-    records: dict[int, tuple[list[float], list[float]]] = {}
-    for group, score, label in (item for part in rank.gather(mine) for item in part):
-        scores, labels = records.setdefault(group, ([], []))
-        scores.append(score)
-        labels.append(label)
-    return dict(sorted(records.items()))
-
-
-def _rows(plan: RunPlan, split: str, encoder: Encoder, rank: Rank, log: MetricLog) -> list[Group]:
-    """The rows of a split that can be used, the same on every rank; the ranks share the counting of their tokens."""
-    groups = usable_groups(plan, split)
-    lengths = Lengths()
-    mine = range(rank.rank, len(groups), rank.world_size)
-    for part in rank.gather(measure(plan, encoder, groups, log.each(mine), split)):
-        lengths.add(part)
-    kept = fitting(plan, lengths, groups, split)
-    for row in sorted(lengths.unfit):
-        log.warn(f"left out: {lengths.unfit[row]}")
-    if rank.rank == 0:  # every rank has read the list by now: it met the others in `gather`
-        note_bad_rows(plan, split, [BadRow(groups[r].where, groups[r].id, lengths.unfit[r]) for r in lengths.unfit])
-    if lengths.cut:
-        limit = plan.config.dataset.max_length
-        log.warn(f"{lengths.cut:,} documents of the {split} data lose their end to fit dataset.max_length={limit}")
-    return kept
+def _hold_rows_equal(plan: RunPlan, prepared: dict[str, Prepared], rank: Rank, log: MetricLog) -> None:
+    """Check that all ranks hold the same rows, and note those that are left out."""
+    agreed(plan, rank.gather([rows.digest for rows in prepared.values()]))
+    for split, rows in prepared.items():
+        for row in rows.left_out[:SHOWN_ROWS]:
+            log.warn(f"left out: {row.reason}")
+        if len(rows.left_out) > SHOWN_ROWS:
+            log.warn(f"and {len(rows.left_out) - SHOWN_ROWS:,} more of the {split} data; bad_rows.json names each")
+        cut = 0 if rows.lengths is None else int(rows.lengths.cut.sum())
+        if cut:
+            limit = plan.config.dataset.max_length
+            log.warn(f"{cut:,} documents of the {split} data lose their end to fit dataset.max_length={limit}")
+        if rank.rank == 0:
+            note_bad_rows(plan, split, rows.left_out)
+    if rank.rank == 0:
+        found = {split: rows.summary() for split, rows in prepared.items()}
+        write_json(RunDir(Path(plan.run_dir)).data, {split: summary for split, summary in found.items() if summary})
 
 
 def _hold_to_plan(scorer: Any, plan: RunPlan) -> None:
     """What trains is what the plan said, to the last parameter; else one of the two is wrong."""
-    found = trainable_by_part(scorer, FAMILIES[plan.config.model.family])
+    found = trainable_by_part(scorer, family_of(plan.config.model, plan.arch))
     planned = {part: count for part, count in plan.trainable.items() if count}
     print(f"trainable parameters: {found}", flush=True)
     if found != planned:
         raise RuntimeError(f"the plan says that {planned} parameters train, the model has {found}")
+
+
+def _saved_classes(plan: RunPlan) -> list[str] | None:
+    return None if plan.resume_from is None else read_json(Path(plan.resume_from) / "state.json").get("classes")
 
 
 def _no_usable_row(key: str) -> ConfigError:

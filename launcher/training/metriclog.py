@@ -50,10 +50,13 @@ class MetricLog:
         tokens_per_s: float,
         step_s: float,
         skipped: int,
+        bad_steps: int,
+        loss_scale: float | None,
         micro_steps: int,
         timings: Mapping[str, Any],
     ) -> None:
-        """One optimizer step; `skipped` counts steps so far whose gradient was not finite.
+        """One optimizer step; `skipped` counts steps so far whose gradient was not finite, `bad_steps` these and
+        those of this start whose loss was not finite or exactly 0. `loss_scale` is that of fp16.
 
         `timings` are the fields of `launcher.training.timing.over_ranks`.
         """
@@ -69,6 +72,8 @@ class MetricLog:
             "tokens_per_s": tokens_per_s,
             "step_s": step_s,
             "skipped": skipped,
+            "bad_steps": bad_steps,
+            **({} if loss_scale is None else {"loss_scale": loss_scale}),
             "micro_steps": micro_steps,
             **timings,
         }

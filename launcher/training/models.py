@@ -3,36 +3,56 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
 from launcher.errors import ConfigError, Problem
+from launcher.families import Family, family_of
+from launcher.hubs import model_source
 from launcher.spec import RunPlan
+from launcher.training import layouts, quantize
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+TEXT_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of special_ids: what a model without a tower has
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def load_model(plan: RunPlan, special_ids: dict[str, int], device: torch.device, *, partitioned: bool = False) -> Any:
-    """The Qwen3-VL model of a plan, nothing frozen, in the plan's precision.
+def load_model(
+    plan: RunPlan,
+    special_ids: dict[str, int],
+    device: torch.device,
+    *,
+    partitioned: bool = False,
+    quantized: bool = False,
+) -> Any:
+    """The model of a plan, nothing frozen, in the plan's precision.
 
     Random weights are a function of `train.seed` and the device kind: every rank builds the same ones.
     `partitioned` (ZeRO-3) shards pretrained weights over the ranks while they load: no rank holds them all.
+    `quantized` (tune.name=qlora) gives the language model's linear layers 4 bits, on `device`; an export's base is not.
     `special_ids` are the tokenizer's ids of the image and vision tokens, which the config must agree with.
     """
-    from transformers import Qwen3VLForConditionalGeneration
-
-    dtype = DTYPES[plan.precision]
+    model_class, tune = _model_class(plan), plan.config.tune
+    family, dtype = family_of(plan.config.model, plan.arch), DTYPES[plan.precision]
     if plan.config.model.weights == "random":
         with seeded(plan.config.train.seed, device), device:
-            return Qwen3VLForConditionalGeneration._from_config(model_config(plan, special_ids), dtype=dtype)
-    source = plan.config.model.path or plan.config.model.repo
+            model = model_class._from_config(model_config(plan, special_ids), dtype=dtype)
+        if quantized:
+            quantize.quantize_language(model, family, tune, dtype)
+            quantize.check_quantized(model, family)
+        return model
+    options = quantize.loading_options(family, tune, dtype, device) if quantized else {}
+    source = model_source(plan.config.model)
+    if partitioned and family.turned and plan.config.model.path:
+        layouts.check_published(Path(source), family, plan.arch["text_config"]["moe_intermediate_size"])
     try:
         with _partitioned_load(plan) if partitioned else contextlib.nullcontext():
-            model, info = Qwen3VLForConditionalGeneration.from_pretrained(
-                source, dtype=dtype, output_loading_info=True, trust_remote_code=False, use_safetensors=True
+            model, info = model_class.from_pretrained(
+                source, dtype=dtype, output_loading_info=True, trust_remote_code=False, use_safetensors=True, **options
             )
     except (OSError, SafetensorError) as error:
         raise _unusable(f"the weights of {source} cannot be loaded: {str(error).strip()}") from error
@@ -42,6 +62,8 @@ def load_model(plan: RunPlan, special_ids: dict[str, int], device: torch.device,
             f"{source} does not hold this model: missing {missing[:5]}, unexpected "
             f"{list(info['unexpected_keys'])[:5]}, mismatched {list(info['mismatched_keys'])[:5]}"
         )
+    if quantized:
+        quantize.check_quantized(model, family)
     return model
 
 
@@ -51,9 +73,31 @@ def _unusable(text: str) -> ConfigError:
 
 def model_config(plan: RunPlan, special_ids: dict[str, int]) -> Any:
     """transformers' config of `plan.arch`, its special token ids taken from the tokenizer in use."""
-    from transformers import Qwen3VLConfig
+    sees = family_of(plan.config.model, plan.arch).sees
+    ids = {name: index for name, index in special_ids.items() if sees or name in TEXT_IDS}
+    arch = {key: value for key, value in copy.deepcopy(plan.arch).items() if key != "architectures"}
+    return _model_class(plan).config_class(**arch | ids)
 
-    return Qwen3VLConfig(**{key: value for key, value in plan.arch.items() if key != "architectures"} | special_ids)
+
+def _model_class(plan: RunPlan) -> Any:
+    import transformers
+
+    return getattr(transformers, family_of(plan.config.model, plan.arch).model_class)
+
+
+def mark_leaves(model: Any, family: Family) -> None:
+    """Have ZeRO-3 gather the family's sparse layers whole: which experts run, and when, differs between ranks.
+
+    Before deepspeed.initialize. Raises ConfigError for a sparse layer that the family does not name.
+    """
+    kinds = {type(module).__name__ for module in model.modules()}
+    if family.leaves:
+        from deepspeed.utils import set_z3_leaf_modules
+
+        set_z3_leaf_modules(model, list(family.leaves))
+    elif sparse := sorted(kind for kind in kinds if "Experts" in kind or "Moe" in kind):
+        text = f"the layers {', '.join(sparse)} hold experts, and family {family.model_type} names none for ZeRO-3"
+        raise ConfigError(Problem(text, "launcher/families.py", ("zero=stage2",)))
 
 
 def restore_tied_head(model: Any) -> None:
@@ -62,7 +106,7 @@ def restore_tied_head(model: Any) -> None:
         head = model.lm_head
         head.weight = torch.nn.Parameter(model.get_input_embeddings().weight.detach().clone(), requires_grad=False)
         model.config.tie_word_embeddings = False
-        model.config.text_config.tie_word_embeddings = False
+        model.config.get_text_config().tie_word_embeddings = False
 
 
 def _tied(model: Any) -> bool:

@@ -1,4 +1,13 @@
-"""The native row: a query with positives and negatives, each text, images or both."""
+"""The native row: a query with positives and negatives, each text, images, videos or several of them.
+
+    {"id"?, "instruction"?, "query": C, "positives": [C, ...], "negatives": [C, ...], "scores"?: [number, ...]}
+    {"instruction"?, "query": C, "documents": [C, ...], "labels": [1, 0, ...], "scores"?}   Qwen's object
+    C is a text, or {"text", "image"|"images", "video"|"videos", "min_pixels"?, "max_pixels"?, "fps"?, "max_frames"?},
+    each one or a list; videos come first, then images, then texts, as in Qwen's script.
+
+"scores" are a teacher's, one a document (positives, then negatives); "fps" and "max_frames" may stand in the row too.
+"positive" and "negative" are read alike: MTEB's reranking rows are this form.
+"""
 
 from __future__ import annotations
 
@@ -6,66 +15,94 @@ from pathlib import Path
 from typing import Any
 
 from launcher.training.content import (
-    EMPTY,
     as_list,
-    read_image,
+    read_images,
     read_instruction,
+    read_label,
+    read_score,
     read_text,
+    read_videos,
     refuse_lost,
     refuse_unknown,
 )
-from launcher.training.formats import Content, Parts
 from launcher.training.jsonl import RowError, describe
+from launcher.training.parts import Document, Parts
+from launcher.training.rows import Content
 
-ROW_KEYS = {"id", "instruction", "query", "positives", "positive", "negatives", "negative", "documents", "labels"}
-CONTENT_KEYS = {"text", "image", "images", "min_pixels", "max_pixels"}
+DOCUMENT_KEYS = {"positives", "positive", "negatives", "negative"}
+FILM_KEYS = ("fps", "max_frames")
+ROW_KEYS = {"id", "instruction", "query", "documents", "labels", "scores", *FILM_KEYS, *DOCUMENT_KEYS}
+LIMITS = ("min_pixels", "max_pixels", *FILM_KEYS)
+CONTENT_KEYS = {"text", "image", "images", "video", "videos", *LIMITS}
 
 
 def native_parts(row: dict[str, Any], folder: Path) -> Parts:
-    """Read one native row, or Qwen's {"query", "documents"} with labels; raises RowError."""
+    """Read one native row; raises RowError."""
     refuse_lost(row, ROW_KEYS, 'images stand inside "query" and the documents: {"text": ..., "image": ...}')
     if row.get("query") is None:
-        raise RowError("no query")
-    query = _content(row["query"], folder, '"query"')
+        raise RowError(f"no query: its keys are {', '.join(sorted(row))}")
+    film = {key: row[key] for key in FILM_KEYS if key in row}
+    query = read_content(row["query"], folder, '"query"', film)
     if "documents" in row:
-        positives, negatives = _labelled(row, folder)
+        contents, labels = _labelled(row, folder, film)
     else:
-        positives, negatives = (_documents(row, key, folder) for key in ("positive", "negative"))
-    return Parts(read_instruction(row.get("instruction")), query, positives, negatives)
+        sides = [_documents(row, side, folder, film) for side in ("positive", "negative")]
+        contents = [content for side in sides for content in side]
+        labels = [1.0] * len(sides[0]) + [0.0] * len(sides[1])
+    scores: list[Any] = [*read_scores(row.get("scores"), len(contents))] or [None] * len(contents)
+    documents = map(Document, contents, labels, scores)
+    return Parts(read_instruction(row.get("instruction")), query, tuple(documents))
 
 
-def _documents(row: dict[str, Any], key: str, folder: Path) -> list[Content]:
+def read_scores(value: Any, count: int) -> list[float]:
+    """A teacher's scores, one for each of `count` documents, or none."""
+    if value is None:
+        return []
+    if not isinstance(value, list) or len(value) != count:
+        raise RowError(f'scores do not match: "scores" must list one number for each of {count} documents')
+    return [read_score(score, '"scores"') for score in value]
+
+
+def labels_of(row: dict[str, Any], count: int) -> list[float]:
+    """The row's "labels", one for each of `count` documents; without them the document scored best is the positive."""
+    labels = row.get("labels")
+    if labels is None and "scores" in row and count:
+        scores = read_scores(row["scores"], count)
+        return [float(score == max(scores)) for score in scores]
+    if not isinstance(labels, list) or len(labels) != count:
+        raise RowError(f'labels do not match: "labels" must list one 0 or 1 (or a grade) for each of {count} documents')
+    return [read_label(label, '"labels"') for label in labels]
+
+
+def read_content(value: Any, folder: Path, name: str, film: dict[str, Any] | None = None) -> Content:
+    """Videos first, then images, then texts; text is literal, also when it reads `<image>`."""
+    if not isinstance(value, dict):
+        if not isinstance(value, str | int) or isinstance(value, bool):
+            raise RowError(f"wrong type: {name} must be text or an object, not {describe(value)}")
+        return (read_text(value, name),) if value != "" else ()
+    refuse_unknown(value, CONTENT_KEYS, name)
+    limits = {key: value[key] for key in LIMITS if value.get(key) is not None}
+    still: dict[str, Any] = {key: value for key, value in limits.items() if key not in FILM_KEYS}
+    images = [*as_list(value.get("image")), *as_list(value.get("images"))]
+    parts: list[Any] = []
+    for key in ("video", "videos"):
+        parts += read_videos(value.get(key), folder, f"a video in {name}", (film or {}) | limits)
+    parts += read_images(images, folder, f"an image in {name}", still)
+    texts = [read_text(item, f"a text in {name}") for item in as_list(value.get("text"))]
+    return (*parts, *(text for text in texts if text))
+
+
+def _documents(row: dict[str, Any], key: str, folder: Path, film: dict[str, Any]) -> list[Content]:
     plural = f"{key}s"
     if key in row and plural in row:
         raise RowError(f'both "{key}" and "{plural}": give one')
     name = key if key in row else plural
-    return [_content(item, folder, f'"{name}"') for item in as_list(row.get(name))]
+    return [read_content(item, folder, f'"{name}"', film) for item in as_list(row.get(name))]
 
 
-def _labelled(row: dict[str, Any], folder: Path) -> tuple[list[Content], list[Content]]:
-    both = sorted(row.keys() & {"positives", "positive", "negatives", "negative"})
+def _labelled(row: dict[str, Any], folder: Path, film: dict[str, Any]) -> tuple[list[Content], list[float]]:
+    both = sorted(row.keys() & DOCUMENT_KEYS)
     if both:
         raise RowError(f'both "documents" and "{both[0]}": give one form')
-    documents = [_content(item, folder, '"documents"') for item in as_list(row["documents"])]
-    labels = row.get("labels")
-    if not isinstance(labels, list) or len(labels) != len(documents):
-        raise RowError(f'labels do not match: "labels" must list one 0 or 1 for each of {len(documents)} documents')
-    wrong = [label for label in labels if label not in (0, 1)]
-    if wrong:
-        raise RowError(f'wrong label: "labels" must hold 0 or 1, not {describe(wrong[0])}')
-    pairs = list(zip(documents, labels, strict=True))
-    return [doc for doc, label in pairs if label], [doc for doc, label in pairs if not label]
-
-
-def _content(value: Any, folder: Path, name: str) -> Content:
-    """Images first, then texts; text is literal, also when it reads `<image>`."""
-    if isinstance(value, str):
-        return (value,) if value else EMPTY
-    if not isinstance(value, dict):
-        raise RowError(f"wrong type: {name} must be text or an object, not {describe(value)}")
-    refuse_unknown(value, CONTENT_KEYS, name)
-    limits = {key: value[key] for key in ("min_pixels", "max_pixels") if key in value}
-    paths = as_list(value.get("image")) + as_list(value.get("images"))
-    images = [read_image(item, folder, f"an image in {name}", limits) for item in paths]
-    texts = [read_text(item, f"a text in {name}") for item in as_list(value.get("text"))]
-    return (*images, *(text for text in texts if text)) or EMPTY
+    documents = [read_content(item, folder, '"documents"', film) for item in as_list(row["documents"])]
+    return documents, labels_of(row, len(documents))

@@ -1,18 +1,36 @@
-"""The published Qwen3-VL-Reranker prompt as a list of pieces. Pure text: no tokenizer, no torch.
+"""The published prompts of Qwen's rerankers as a list of pieces. Pure text: no tokenizer, no torch.
 
-Source: the released Qwen3-VL-Reranker code; byte-exact, the final newline after `assistant` included.
+Source: the released Qwen3-VL-Reranker and Qwen3-Reranker code; byte-exact, the final newlines included.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launcher.training.formats import Content, Image
+from launcher.training.rows import Content, Image, Video
 
 SYSTEM = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
     'Note that the answer can only be "yes" or "no".'
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Style:
+    """What stands between the parts of a reranker's prompt."""
+
+    query: str
+    document: str
+    answer: str  # the assistant's turn, up to where yes or no is read
+    empty: str  # instead of no content
+
+
+STYLES = {  # by Family.prompt
+    "vl": Style(query="<Query>:", document="\n<Document>:", answer="assistant\n", empty="NULL"),
+    "text": Style(
+        query="\n<Query>: ", document="\n<Document>: ", answer="assistant\n<think>\n\n</think>\n\n", empty=""
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,24 +48,25 @@ class Text:
     trim: int = 0
 
 
-Piece = Special | Text | Image
+Piece = Special | Text | Image | Video
 
 
-def reranker_prompt(instruction: str, query: Content, document: Content) -> list[Piece]:
-    """The prompt whose last token's hidden state scores `document` for `query`.
+def reranker_prompt(instruction: str, query: Content, document: Content, style: str = "vl") -> list[Piece]:
+    """The prompt whose last token's hidden state scores `document` for `query`; `style` names one of STYLES.
 
-    Empty content reads `NULL`, as in the published code.
+    Empty content reads `NULL` where images may stand, as in the published code.
     """
+    form = STYLES[style]
     start, end = Special("<|im_start|>"), Special("<|im_end|>")
     pieces: list[Piece] = [start, Text(f"system\n{SYSTEM}"), end, Text("\n"), start]
-    pieces += [Text(f"user\n<Instruct>: {instruction}<Query>:"), *_content(query), Text("\n<Document>:")]
-    pieces += [*_content(document, trim=True), end, Text("\n"), start, Text("assistant\n")]
+    pieces += [Text(f"user\n<Instruct>: {instruction}{form.query}"), *_content(query, form), Text(form.document)]
+    pieces += [*_content(document, form, trim=True), end, Text("\n"), start, Text(form.answer)]
     return _joined(pieces)
 
 
-def _content(content: Content, *, trim: bool = False) -> list[Piece]:
+def _content(content: Content, form: Style, *, trim: bool = False) -> list[Piece]:
     parts: list[Piece] = [Text(p, len(p) if trim else 0) if isinstance(p, str) else p for p in content if p != ""]
-    return parts or [Text("NULL")]
+    return parts or [Text(form.empty)]
 
 
 def _joined(pieces: list[Piece]) -> list[Piece]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from launcher.arithmetic import steps_per_epoch, total_steps
-from launcher.spec import OptimConfig, TrainConfig
+from launcher.spec import OptimConfig, RunPlan, TrainConfig
+from launcher.training.rows import Row
+
+MIXTURE = 3  # the last word of these streams' seeds; see launcher.training.sampling
 
 
 def learning_rate(step: int, *, total_steps: int, peak: float, warmup_steps: int, optim: OptimConfig) -> float:
@@ -33,11 +37,21 @@ def learning_rate(step: int, *, total_steps: int, peak: float, warmup_steps: int
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Which rows each global batch holds: a pure function of (seed, epoch, batch), the same on any number of ranks."""
+    """Which rows each global batch holds: a pure function of (seed, epoch, batch), the same on any number of ranks.
+
+    An epoch holds every row once. With `weights`, each source of `sizes` rows (they stand one behind the other)
+    gets its share of an epoch of as many rows: a large source goes on where the last epoch ended, a small one is
+    begun again.
+    """
 
     rows: int
     global_size: int
     seed: int
+    sizes: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert not self.weights or (len(self.weights) == len(self.sizes) and sum(self.sizes) == self.rows)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -48,8 +62,47 @@ class Order:
         """Optimizer steps of the whole run."""
         return total_steps(train, self.steps_per_epoch)
 
+    def epoch(self, step: int) -> int:
+        """Which epoch (from 0) optimizer step `step` belongs to."""
+        return step // self.steps_per_epoch
+
     def batch(self, step: int) -> np.ndarray:
         """Row numbers of optimizer step `step` (from 0)."""
         epoch, k = divmod(step, self.steps_per_epoch)
-        order = np.random.default_rng([self.seed, epoch]).permutation(self.rows)
+        order = np.random.default_rng([self.seed, epoch]).permutation(self._epoch_rows(epoch))
         return order[k * self.global_size : (k + 1) * self.global_size]
+
+    def _epoch_rows(self, epoch: int) -> np.ndarray | int:
+        if not self.weights:
+            return self.rows
+        starts = np.cumsum([0, *self.sizes])
+        shares = self._shares()
+        return np.concatenate([starts[i] + self._drawn(i, epoch * share, share) for i, share in enumerate(shares)])
+
+    def _shares(self) -> list[int]:
+        """Rows of each source in an epoch: whole numbers nearest to the weights that add up to `rows`; a source
+        without rows has none, and the others share its part."""
+        weights = np.where(np.array(self.sizes) > 0, self.weights, 0.0)
+        ends = np.cumsum(weights) / weights.sum() * self.rows
+        return np.diff(np.rint(ends).astype(int), prepend=0).tolist()
+
+    def _drawn(self, source: int, first: int, count: int) -> np.ndarray:
+        """Rows number first .. first + count - 1 of the endless sequence in which a source is dealt out: every row
+        once, in a random order, and again."""
+        size = self.sizes[source]
+        if not count:
+            return np.zeros(0, dtype=int)
+        passes = range(first // size, (first + count - 1) // size + 1)
+        dealt = [np.random.default_rng([self.seed, turn, source, MIXTURE]).permutation(size) for turn in passes]
+        return np.concatenate(dealt)[first % size :][:count]
+
+
+def make_order(plan: RunPlan, rows: Sequence[Row]) -> Order:
+    """The order in which a run takes its training rows, which stand source behind source."""
+    dataset, seed = plan.config.dataset, plan.config.train.seed
+    if dataset.weights is None:
+        return Order(len(rows), plan.batch.global_size, seed)
+    sources = np.fromiter((row.source for row in rows), dtype=int, count=len(rows))
+    assert (np.diff(sources) >= 0).all()
+    sizes = np.bincount(sources, minlength=len(dataset.weights))
+    return Order(len(rows), plan.batch.global_size, seed, tuple(sizes.tolist()), tuple(dataset.weights))

@@ -1,21 +1,23 @@
-"""ms-swift's reranker row: messages, positive_messages, negative_messages and their images.
+"""ms-swift's rows: the reranker's (messages, positive_messages, negative_messages and their media), and chats.
 
-Source: the custom data set page of ms-swift 4 (reranker section).
+`<image>` and `<video>` tags in messages of the system, a user or a tool mark where media go; an answer's text is
+literal. Source: the custom data set page of ms-swift 4.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launcher.training.content import EMPTY, as_list, read_image, read_text, refuse_lost
-from launcher.training.formats import Content, Image, Parts
+from launcher.training.content import as_list, place, read_images, read_text, read_videos, refuse_lost
 from launcher.training.jsonl import RowError, describe
+from launcher.training.parts import Document, Parts, Talk
+from launcher.training.rows import Content, Image, Turn, Video
 
-TAG = "<image>"
-IMAGE_KEYS = {"images", "image", "positive_images", "negative_images"}
-ROW_KEYS = IMAGE_KEYS | {"messages", "positive_messages", "negative_messages"}
+SIDES = ("positive", "negative")
+MEDIA_KEYS = {"images", "image", "videos", "video"}
+ROW_KEYS = MEDIA_KEYS | {"messages"} | {f"{side}_{name}" for side in SIDES for name in ("messages", "images", "videos")}
+ROLES = ("system", "user", "assistant", "tool")
 
 
 def swift_parts(row: dict[str, Any], folder: Path) -> Parts:
@@ -24,14 +26,63 @@ def swift_parts(row: dict[str, Any], folder: Path) -> Parts:
     The system message nearest to a document wins; all documents of a row must end up with the same one,
     since a group has one instruction.
     """
-    refuse_lost(row, ROW_KEYS, f"media are given by {', '.join(sorted(IMAGE_KEYS))}")
-    system, query = _turn(row.get("messages"), _images(row, folder), "messages")
-    positives = _documents(row, "positive", folder)
-    negatives = _documents(row, "negative", folder)
-    systems = {own if own is not None else system for own, _ in positives + negatives} or {system}
+    refuse_lost(row, ROW_KEYS, f"media are given by {', '.join(sorted(ROW_KEYS - {'messages'}))}")
+    system, query = _turn(row.get("messages"), *_media(row, folder), "messages")
+    found = [(own, content, label) for label, side in ((1.0, "positive"), (0.0, "negative"))
+             for own, content in _documents(row, side, folder)]  # fmt: skip
+    systems = {own if own is not None else system for own, _, _ in found} or {system}
     if len(systems) > 1:
         raise RowError("different system messages: a row's documents must share one instruction")
-    return Parts(systems.pop() or None, query, [doc for _, doc in positives], [doc for _, doc in negatives])
+    return Parts(systems.pop() or None, query, tuple(Document(content, label) for _, content, label in found))
+
+
+def swift_chat(row: dict[str, Any], folder: Path) -> Talk:
+    """Read one ms-swift chat; the loss is on what the assistant says, unless a message says `"loss": false`."""
+    refuse_lost(row, MEDIA_KEYS | {"messages", "label"}, f"media are given by {', '.join(sorted(MEDIA_KEYS))}")
+    messages = _checked(row.get("messages"), "messages")
+    return Talk(make_turns(messages, *_media(row, folder)), label_text(row.get("label")))
+
+
+def make_turns(messages: list[dict[str, Any]], images: list[Image], videos: list[Video]) -> tuple[Turn, ...]:
+    """Messages {"role", "content", "loss"?} as turns, the media dealt out over their tags; raises RowError."""
+    texts = []
+    for message in messages:
+        if message["role"] not in ROLES:
+            raise RowError(f"unknown role: {message['role']} (known: {', '.join(ROLES)})")
+        texts.append(read_text(message.get("content"), '"content" in messages'))
+    asked = [text for text, message in zip(texts, messages, strict=True) if message["role"] != "assistant"]
+    for tag, media, kind in (("<image>", images, "images"), ("<video>", videos, "videos")):
+        tags = sum(text.count(tag) for text in asked)
+        if tags != len(media):
+            raise RowError(f"{tag} tags do not match {kind}: messages have {tags} tags and the row {len(media)} {kind}")
+    left: dict[str, list[Any]] = {"<image>": list(images), "<video>": list(videos)}
+    turns = []
+    for text, message in zip(texts, messages, strict=True):
+        if message["role"] == "assistant":
+            content: Content = (text,) if text else ()
+        else:
+            own = {tag: [left[tag].pop(0) for _ in range(text.count(tag))] for tag in left}
+            content = place(text, own["<image>"], own["<video>"], "messages")
+        loss = message.get("loss", True)
+        if loss not in (True, False):
+            raise RowError(f'wrong type: "loss" of a message must be true or false, not {describe(loss)}')
+        turns.append(Turn(message["role"], content, train=message["role"] == "assistant" and bool(loss)))
+    return tuple(turns)
+
+
+def label_text(value: Any) -> str | None:
+    """A class as text: its name, or its number."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if value is not None and (not isinstance(value, str | int) or value == ""):
+        raise RowError(f"wrong label: a class is a text or a whole number, not {describe(value)}")
+    return None if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _media(row: dict[str, Any], folder: Path) -> tuple[list[Image], list[Video]]:
+    images = [image for key in ("images", "image") for image in read_images(row.get(key), folder, key)]
+    videos = [video for key in ("videos", "video") for video in read_videos(row.get(key), folder, key)]
+    return images, videos
 
 
 def _documents(row: dict[str, Any], side: str, folder: Path) -> list[tuple[str | None, Content]]:
@@ -39,32 +90,33 @@ def _documents(row: dict[str, Any], side: str, folder: Path) -> list[tuple[str |
     turns = as_list(row.get(name))
     if turns and isinstance(turns[0], dict):
         raise RowError(f"wrong type: {name} must be a list of message lists: [[{{...}}], [{{...}}]]")
-    images = as_list(row.get(f"{side}_images")) or [[]] * len(turns)
-    if len(images) != len(turns):
-        raise RowError(
-            f"images do not match: {side}_images lists images for {len(images)} documents and {name} has {len(turns)}"
-        )
+    media = {}
+    for kind in ("images", "videos"):
+        media[kind] = as_list(row.get(f"{side}_{kind}")) or [[]] * len(turns)
+        if len(media[kind]) != len(turns):
+            given = f"{side}_{kind} lists {kind} for {len(media[kind])} documents and {name} has {len(turns)}"
+            raise RowError(f"{kind} do not match: {given}")
     result = []
-    for messages, paths in zip(turns, images, strict=True):
-        found = [read_image(item, folder, f"{side}_images") for item in as_list(paths)]
-        result.append(_turn(messages, found, name))
+    for messages, images, videos in zip(turns, media["images"], media["videos"], strict=True):
+        found = read_images(images, folder, f"{side}_images"), read_videos(videos, folder, f"{side}_videos")
+        result.append(_turn(messages, *found, name))
     return result
 
 
-def _images(row: dict[str, Any], folder: Path) -> list[Image]:
-    paths = as_list(row.get("images")) + as_list(row.get("image"))
-    return [read_image(item, folder, "images") for item in paths]
-
-
-def _turn(messages: Any, images: list[Image], name: str) -> tuple[str | None, Content]:
-    """The system message, if any, and the one other message with its images in place."""
+def _checked(messages: Any, name: str) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         raise RowError(f"no {name}" if not messages else f"wrong type: {name} must be lists of messages")
-    system: str | None = None
-    turns: list[str] = []
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise RowError(f'wrong type: a message in {name} must have "role" and "content", not {describe(message)}')
+    return messages
+
+
+def _turn(messages: Any, images: list[Image], videos: list[Video], name: str) -> tuple[str | None, Content]:
+    """The system message, if any, and the one other message with its media in place."""
+    system: str | None = None
+    turns: list[str] = []
+    for message in _checked(messages, name):
         text = read_text(message.get("content"), f'"content" in {name}')
         if message["role"] == "system":
             system = text
@@ -72,15 +124,4 @@ def _turn(messages: Any, images: list[Image], name: str) -> tuple[str | None, Co
             turns.append(text)
     if len(turns) != 1:
         raise RowError(f"wrong messages: {name} must hold one message beside the system's, not {len(turns)}")
-    return system, tuple(_place(turns[0], images, name)) or EMPTY
-
-
-def _place(text: str, images: list[Image], name: str) -> Iterator[str | Image]:
-    texts = text.split(TAG)
-    if len(texts) - 1 != len(images):
-        raise RowError(f"{TAG} tags do not match images: {name} has {len(texts) - 1} tags and {len(images)} images")
-    yield from (part for part in (texts[0],) if part)
-    for image, part in zip(images, texts[1:], strict=True):
-        yield image
-        if part:
-            yield part
+    return system, place(turns[0], images, videos, name)

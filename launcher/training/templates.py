@@ -1,6 +1,6 @@
 """Jinja chat templates that travel with the model: plain chat, and `reranker` for servers and libraries.
 
-`reranker` renders the published Qwen3-VL-Reranker prompt from messages of the roles system (optional: the
+`reranker` renders the published prompt of the model's kind of reranker from messages of the roles system (optional: the
 instruction), query and document, whose content is a text or a list of {"type": "text"|"image"|"video"} items. It
 always ends with the assistant's turn, where the score is read, also for servers that forget to ask for it; an
 instruction may come as the template variable `instruction` too.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 
-from launcher.training.prompts import SYSTEM
+from launcher.training.prompts import STYLES, SYSTEM
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
@@ -49,7 +49,7 @@ _RERANKER = """
     {%- for item in content if item.type == 'text' -%}{{- item.text -}}{%- endfor -%}
   {%- endif -%}
   {%- endset -%}
-  {{- shown if shown else 'NULL' -}}
+  {{- shown if shown else EMPTY -}}
 {%- endmacro -%}
 {%- macro plain(content) -%}
   {%- if content is string -%}{{- content -}}
@@ -67,12 +67,16 @@ _RERANKER = """
   {{- raise_exception('the reranker template needs one message of role query and one of role document') -}}
 {%- endif -%}
 {{- '<|im_start|>system\\n' + SYSTEM + '<|im_end|>\\n<|im_start|>user\\n<Instruct>: ' + part.instruction -}}
-{{- '<Query>:' + part.query + '\\n<Document>:' + part.document + '<|im_end|>\\n<|im_start|>assistant\\n' -}}
+{{- BEFORE_QUERY + part.query + BEFORE_DOCUMENT + part.document + '<|im_end|>\\n<|im_start|>' + ANSWER -}}
 """.strip()
 
 
-def reranker_template(instruction: str) -> str:
-    """The `reranker` template with `instruction` (the one trained with) as its default."""
+def reranker_template(instruction: str, style: str = "vl") -> str:
+    """The `reranker` template of a prompt style with `instruction` (the one trained with) as its default."""
+    form = STYLES[style]
+    words = {"SYSTEM": SYSTEM, "EMPTY": form.empty, "BEFORE_QUERY": form.query, "BEFORE_DOCUMENT": form.document}
+    words |= {"ANSWER": form.answer, "DEFAULT": instruction}
     text = _RERANKER.replace("IMAGE", IMAGE).replace("VIDEO", VIDEO)
-    # Jinja reads JSON's escapes in its strings
-    return text.replace("SYSTEM", json.dumps(SYSTEM)).replace("DEFAULT", json.dumps(instruction, ensure_ascii=False))
+    for word, value in words.items():  # the instruction last: it may hold any word. Jinja reads JSON's escapes
+        text = text.replace(word, json.dumps(value, ensure_ascii=False))
+    return text

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from launcher.arithmetic import peak_rate
 from launcher.families import Family, lora_pattern, matched_modules, trains_fully
-from launcher.spec import TuneConfig
+from launcher.spec import OptimConfig, TuneConfig
+from launcher.training.backbone import language_of, tower_of
 
 PEFT_PREFIX = "base_model.model."
 
@@ -24,8 +26,10 @@ def apply_tuning(model: Any, tune: TuneConfig, family: Family, dtype: torch.dtyp
     if adapted:
         from peft import LoraConfig, get_peft_model
 
-        sizes = {"r": tune.r, "lora_alpha": tune.lora_alpha, "lora_dropout": tune.lora_dropout}
-        model = get_peft_model(model, LoraConfig(target_modules=adapted, **sizes), autocast_adapter_dtype=False)
+        options: dict[str, Any] = {
+            name: getattr(tune, name) for name in ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
+        }
+        model = get_peft_model(model, LoraConfig(target_modules=adapted, **options), autocast_adapter_dtype=False)
     for name, parameter in model.named_parameters():
         adapter = ".lora_" in name
         part = family.part_of(name.removeprefix(PEFT_PREFIX))
@@ -40,10 +44,16 @@ def checkpoint_layers(model: Any, count: int) -> None:
     from torch.utils.checkpoint import checkpoint
 
     again = partial(checkpoint, use_reentrant=False)
-    layers = list(model.language_model.layers)[:count] + (list(model.visual.blocks) if count else [])
+    tower = tower_of(model)
+    layers = list(language_of(model).layers)[:count] + (list(tower.blocks) if count and tower is not None else [])
     for layer in layers:
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = again
+
+
+def part_of(name: str, family: Family) -> str:
+    """The part of a Scorer's parameter: of the model, bare or in peft's wrapper, or of its head."""
+    return "head" if name.startswith("head.") else family.part_of(name.removeprefix("model.").removeprefix(PEFT_PREFIX))
 
 
 def trainable_by_part(scorer: Any, family: Family) -> dict[str, int]:
@@ -51,7 +61,18 @@ def trainable_by_part(scorer: Any, family: Family) -> dict[str, int]:
     counts: dict[str, int] = {}
     for name, parameter in scorer.named_parameters():
         if parameter.requires_grad:
-            bare = name.removeprefix("model.").removeprefix(PEFT_PREFIX)
-            part = "head" if name == "head" else family.part_of(bare)
+            part = part_of(name, family)
             counts[part] = counts.get(part, 0) + int(getattr(parameter, "ds_numel", parameter.numel()))
     return counts
+
+
+def parameter_groups(scorer: Any, family: Family, optim: OptimConfig, lr: float) -> list[dict[str, Any]]:
+    """Trainable parameters of a Scorer for an optimizer: one group for each peak learning rate, in its entry `peak`.
+
+    Equal rates are one group, since each of DeepSpeed's groups has flat buffers of its own.
+    """
+    groups: dict[float, list[Any]] = {}
+    for name, parameter in scorer.named_parameters():
+        if parameter.requires_grad:
+            groups.setdefault(peak_rate(optim, part_of(name, family), lr), []).append(parameter)
+    return [{"params": parameters, "lr": peak, "peak": peak} for peak, parameters in groups.items()]

@@ -2,6 +2,9 @@
 
     python -m tests.bench.first_runs FOLDER --gpus 2
 
+--set speed (the default) times the reranker's workloads; --set tasks runs what people fine-tune: SFT, QLoRA, full
+tuning, frozen parts against trained ones, and Qwen2.5-VL-72B with LoRA under ZeRO-3.
+
 Each run is a real command with a run folder of its own, FOLDER/runs/NAME. FOLDER/results holds what to keep:
 results.jsonl (one line a run), table.txt, logs.tar.gz (the run folders less weights), report.html of one run.
 
@@ -55,10 +58,12 @@ USUAL = {
     "checkpoint.export": "false",
     "logging.monitor_every_s": 1,
 }
+RANDOM = {"model.weights": "random"}
 MODELS = {
-    "8b": {"model": "qwen3_vl_reranker_8b", "model.weights": "random"},
+    "8b": {"model": "qwen3_vl_reranker_8b"} | RANDOM,
     "tiny": {"model": "tiny"},
 }
+ARTICLE = {"loss": "pointwise", "tune.r": 8, "tune.lora_alpha": 32, "optim.lr": 5e-6, "dataset.max_length": 4096}
 LORA = {"tune": "lora", "tune.r": 8}
 RECOMPUTE = {"memory.gradient_checkpointing": "all"}
 
@@ -90,11 +95,36 @@ def planned_runs(gpus: int, profile: str) -> list[Run]:
     return runs
 
 
+def task_runs(gpus: int) -> list[Run]:
+    """Every kind of fine-tuning once, the most wanted first; the last three are compared with each other."""
+    if gpus > 1:
+        full = {"tune": "full", "zero": "stage3", "batch.max_tokens": 16384} | RECOMPUTE
+        large = {"model": "qwen2_5_vl_72b", "zero": "stage3", "train.max_steps": 5, "batch.max_tokens": 4096}
+        large |= RANDOM | LORA | RECOMPUTE | {"dataset.max_length": 2048, "batch.global_size": gpus}
+        return [
+            Run("text-72b-lora-stage3", "text", large, budget_s=330.0),
+            Run("text-full-stage3", "text", full, budget_s=200.0),
+        ]
+    lora = LORA | {"zero": "stage2"}
+    sft = {"task": "sft", "loss": "cross_entropy"}
+    qlora = {"tune": "qlora", "tune.r": 8, "zero": "stage2"} | RECOMPUTE
+    base = {"model": "qwen3_vl_4b", "tune": "full", "zero": "stage2", "batch.max_tokens": 8192} | RANDOM | RECOMPUTE
+    return [
+        Run("text-article-lora-stage2", "text", lora | ARTICLE),
+        Run("chat-sft-lora-stage2", "chat", lora | sft),
+        Run("text-qlora-stage2-recompute", "text", qlora),
+        Run("text-lora-stage2-recompute", "text", lora | RECOMPUTE),
+        Run("page-4b-all-trains", "page", base | {"tune.vision": "full"}),
+        Run("page-4b-vision-frozen", "page", base),
+        Run("page-4b-projector-only", "page", base | {"tune.language": "frozen"}),
+    ]
+
+
 def command(run: Run, folder: Path, files: dict[str, Path], options: argparse.Namespace) -> list[str]:
     """The whole command line of a run."""
-    keys = MODELS[options.model] | USUAL | run.keys
+    keys = MODELS[options.model] | USUAL
+    keys |= {"train.max_steps": options.steps, "batch.global_size": options.queries * options.gpus} | run.keys
     keys |= {"dataset.train": files[run.workload], "run.dir": folder, "gpus": options.gpus}
-    keys |= {"train.max_steps": options.steps, "batch.global_size": options.queries * options.gpus}
     return [sys.executable, "-m", "launcher", *(f"{key}={value}" for key, value in keys.items())]
 
 
@@ -197,6 +227,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gpus", type=int, choices=[1, 2], default=1)
+    parser.add_argument("--set", choices=["speed", "tasks"], default="speed", help="which runs")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="the run of this name")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--queries", type=int, default=QUERIES, help="a GPU and optimizer step")
@@ -209,7 +240,8 @@ def main() -> None:
     begun = time.time()
     files = write_workloads(options.folder / "data")
     options.deadline -= time.time() - begun
-    runs = [r for r in planned_runs(options.gpus, options.profile) if not options.only or r.name in options.only]
+    every = task_runs(options.gpus) if options.set == "tasks" else planned_runs(options.gpus, options.profile)
+    runs = [r for r in every if not options.only or r.name in options.only]
     results = run_all(runs, files, options)
     keep(results, options.folder)
     print(f"\n{table(results)}\n{time.time() - begun:.0f} s in all")

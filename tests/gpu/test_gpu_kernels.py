@@ -121,10 +121,10 @@ def scores_and_gradients(plan: Any, device: torch.device, kernel: str) -> tuple[
 
 
 def everything(plan: Any, processor: Any, *, padded: bool) -> MicroBatch:
-    encoder, pixels = make_encoder(plan, processor), Pixels(processor.image_processor)
+    encoder, pixels = make_encoder(plan, processor), Pixels(processor)
     encoded = [encoder.encode(one) for one in ALL]
     units = make_units(encoded, plan.cost, 10**9, splittable=False)
-    needed = {s.key: pixels.rows(s) for e in encoded for p in e.prompts for s in p.images}
+    needed = {s.key: pixels.rows(s) for e in encoded for p in e.prompts for s in p.media}
     batch = collate(encoded, units, needed, padded=padded)
     assert len(batch.grid_thw) > 2  # really several images
     return batch

@@ -54,10 +54,8 @@ def make_engine(stage: int, precision: str, *, groups: int = 1, noisy: bool = Fa
     net.noisy = noisy
     named = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
     split = [[p for _, p in named[i::groups]] for i in range(groups)]
-    decays = [0.1, 0.0][:groups]
-    optimizer = torch.optim.AdamW(
-        [{"params": ps, "weight_decay": d} for ps, d in zip(split, decays, strict=True)], lr=1e-2, fused=True
-    )
+    kinds = [{"lr": 1e-2, "weight_decay": 0.1}, {"lr": 3e-3, "weight_decay": 0.0}][:groups]
+    optimizer = torch.optim.AdamW([{"params": ps, **kind} for ps, kind in zip(split, kinds, strict=True)], fused=True)
     config = {
         "train_batch_size": dist.get_world_size(),
         "train_micro_batch_size_per_gpu": 1,
@@ -178,6 +176,10 @@ def two_ranks(folder: Path, plan: RunPlan) -> dict:
         results[name] = unbroken(RunDir(folder / name), plan, stage, precision)
     results["dropout"] = unbroken(RunDir(folder / "dropout"), plan, 2, "fp32", noisy=True)
     results["two_groups"] = unbroken(RunDir(folder / "two_groups"), plan, 3, "fp32", groups=2)
+    results["stage2-groups"] = unbroken(RunDir(folder / "stage2-groups"), plan, 2, "fp32", groups=2)
+    for source, target in (("two_groups", 1), ("stage2-groups", 3)):
+        saved = RunDir(folder / source).checkpoint(3)
+        results[f"{source}-to-stage{target}"] = moved(RunDir(folder), plan, saved, target, "fp32", groups=2)
     for source, target in ((1, 3), (3, 2), (2, 0), (0, 3)):
         saved = RunDir(folder / f"stage{source}-fp32").checkpoint(3)
         results[f"stage{source}-to-stage{target}"] = moved(RunDir(folder), plan, saved, target, "fp32")
@@ -188,7 +190,9 @@ def two_ranks(folder: Path, plan: RunPlan) -> dict:
 
 def three_ranks(folder: Path, plan: RunPlan) -> dict:
     saved = {stage: RunDir(folder / f"stage{stage}-fp32").checkpoint(3) for stage in (2, 3)}
-    return {f"stage{s}-3-ranks": moved(RunDir(folder), plan, path, s, "fp32") for s, path in saved.items()}
+    groups = moved(RunDir(folder), plan, RunDir(folder / "two_groups").checkpoint(3), 2, "fp32", groups=2)
+    alone = {f"stage{s}-3-ranks": moved(RunDir(folder), plan, path, s, "fp32") for s, path in saved.items()}
+    return {**alone, "groups-3-ranks": groups}
 
 
 def main() -> None:

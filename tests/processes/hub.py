@@ -29,6 +29,8 @@ class Hub(BaseHTTPRequestHandler):
         with LOG.open("a") as log:
             log.write(f"{self.client_address[0]} {self.command} {self.path} {self.headers.get('Range', '')}\n")
         path = unquote(urlsplit(self.path).path)
+        # The same files are there as a data set.
+        path = path.replace("/api/datasets/", "/api/models/", 1).replace("/datasets/org/", "/org/", 1)
         if path.startswith("/api/models/org/tiny/tree/"):
             self.answer(json.dumps([{"type": "file", **entry} for entry in files()]).encode())
         elif path.startswith("/api/models/org/tiny"):

@@ -12,9 +12,11 @@ import sys
 import time
 from pathlib import Path
 
+from launcher.prepared import SPLITS
 from launcher.rundir import RunDir
 from launcher.training.loop import Trainer
 from launcher.training.metriclog import MetricLog
+from launcher.training.prepare import prepare
 from launcher.training.rankstatus import RankStatus
 from launcher.training.runtime import Rank, distributed
 from tests.planning_support import plan
@@ -42,7 +44,9 @@ def run_case(out: Path, name: str, rank: Rank) -> None:
     run.ranks.mkdir(parents=True, exist_ok=True)
     status = (StopsAtTwo if "stopped" in name else RankStatus)(run.rank(rank.rank), rank.rank, "localhost")
     log = MetricLog(run, rank.rank, status)
-    trainer = Trainer.build(plan(*COMMON, *CASES[name], f"run.dir={run.path}"), run, rank, status, log)
+    case = plan(*COMMON, *CASES[name], f"run.dir={run.path}")
+    prepared = {split: prepare(case, split) for split in SPLITS}
+    trainer = Trainer.build(case, run, rank, status, log, prepared)
     trainer.eval_rows = []
     trainer.fit()
     trainer.engine.destroy()

@@ -21,17 +21,19 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from launcher.families import family_of
 from launcher.resources import ds_configs_dir
 from launcher.training import processors
 from launcher.training.encoding import make_encoder
 from launcher.training.engine import build_scorer, make_engine, optimizer_step
 from launcher.training.engine_state import full_weights
-from launcher.training.formats import Group
 from launcher.training.pixels import Pixels
+from launcher.training.rows import Content, Group, Image, Video
 from launcher.training.runtime import Rank, distributed
 from launcher.training.steps import StepMaker
+from tests.films import film
 from tests.groups import GROUPS, group, picture
-from tests.tiny import tiny_arch, tiny_plan
+from tests.tiny import in_family, tiny_arch, tiny_plan
 
 ALL = [one for groups in GROUPS.values() for one in groups]
 TEXT_ONE_SIDE = GROUPS["text"] + GROUPS["image documents"]  # in a step of two, one rank sees no image
@@ -45,6 +47,8 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "full, one micro-batch": ({}, 8192),
     "full, small micro-batches": ({}, 300),
     "full, pointwise": ({"loss": {"name": "pointwise"}}, 300),
+    # yes and no as answers; the head is the embeddings, which train
+    "answers, small micro-batches": ({"task": {"name": "sft"}, "loss": {"name": "cross_entropy"}}, 300),
     "lora": ({"tune": LORA}, 300),
     "lora, recomputed": ({"tune": LORA, "recompute": True}, 300),
     "lora, weights from files": ({"tune": LORA, "files": True}, 300),
@@ -54,6 +58,24 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
         8192,
     ),
 }
+# Families whose layers are others; the experts that a rank needs differ from the other's.
+FAMILY_CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "windows in the tower": ({"family": "qwen2_5_vl"}, 300),
+    "experts": ({"family": "qwen3_vl_moe"}, 300),
+    "experts, recomputed": ({"family": "qwen3_vl_moe", "recompute": True}, 300),
+    "linear attention, shared expert, lora": ({"family": "qwen3_5_moe", "tune": LORA}, 900),
+    "text only": ({"family": "qwen3"}, 300),
+}
+
+# Text, images and videos in any arrangement over two ranks, the tower trained or frozen (Z01, Z02, Z03, Z04).
+MODALITIES = {"train": "modalities", "video": {"fps": 1.0, "min_frames": 2}}
+MODALITY_CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "modalities": ({"dataset": MODALITIES}, 8192),
+    "modalities, frozen tower": ({"dataset": MODALITIES, "tune": LORA}, 8192),
+}
+# Numbers of `_modalities`. Each rank has one group, rank 0 the longer one: image | text, text | video, text | text,
+# image and video | image.
+MODALITY_STEPS = [[0, 2], [1, 3], [0, 1], [4, 2]]
 
 # (case, ZeRO stage, ranks). Stages 0 and 1 differ from 2 in what is sharded: one case each shows it.
 RUNS = [(name, 2, 1) for name in CASES] + [
@@ -62,6 +84,8 @@ RUNS = [(name, 2, 1) for name in CASES] + [
     for name in CASES
     if stage > 1 or name == "full, small micro-batches" or (name, stage) == ("bf16", 1)
 ]
+RUNS += [(name, 3, 2) for name in FAMILY_CASES]
+RUNS += [(name, stage, 2) for stage in range(4) for name in MODALITY_CASES]
 
 
 # On GPUs random weights are others than on the CPU, so these begin with the same files.
@@ -87,14 +111,45 @@ STAGE_LR = [0.0] * 3 + [1e-4] * 3  # the first half on the same weights, so that
 
 def make_case(folder: Path, name: str, stage: int, ranks: int) -> Any:
     """The plan of a case."""
-    options, max_tokens = {**CASES, **GPU_CASES}[name]
-    config = {key: value for key, value in options.items() if key not in ("recompute", "files", "bf16")}
+    options, max_tokens = {**CASES, **FAMILY_CASES, **MODALITY_CASES, **GPU_CASES}[name]
+    config = {key: value for key, value in options.items() if key not in ("recompute", "files", "bf16", "family")}
     if options.get("files"):  # under ZeRO-3 they are sharded while they load
         config["model"] = {"weights": "pretrained", "path": str(folder / BASE)}
     plan = tiny_plan(folder, stage=stage, ranks=ranks, max_tokens=max_tokens, **config)
+    if "family" in options:
+        plan = in_family(plan, options["family"])
     if options.get("bf16"):
         plan = in_bf16(plan)
     return dataclasses.replace(plan, checkpointed_layers=4 if options.get("recompute") else 0)
+
+
+def rows_for(plan: Any) -> list[Group]:
+    """ALL, for a model without a tower with words in place of the pictures; or every modality alone and together."""
+    if plan.config.dataset.train == MODALITIES["train"]:
+        return _modalities(Path(plan.run_dir))
+    if family_of(plan.config.model, plan.arch).sees:
+        return ALL
+
+    def told(content: Content) -> Content:
+        return tuple("a picture" if isinstance(part, Image) else part for part in content)
+
+    return [dataclasses.replace(g, query=told(g.query), documents=tuple(map(told, g.documents))) for g in ALL]
+
+
+def _modalities(folder: Path) -> list[Group]:
+    video = film(folder / f"film-{os.getpid()}.mp4")
+    return [
+        group(("what is it",), ("a ring",), ("no ring",)),
+        group(("why",), ("because of it " * 60,), ("",), ("a red ring",)),
+        group((picture(1), "like this"), (picture(2),), ("text",)),
+        group(("which film",), (video,), (Video(video.path, end_s=2.0), "its first half")),
+        group((video, picture(3)), (picture(4, 96, 32), video), ("text",)),
+    ]
+
+
+def steps_for(plan: Any) -> list[list[int]]:
+    """Numbers of `rows_for` that each step trains on."""
+    return MODALITY_STEPS if plan.config.dataset.train == MODALITIES["train"] else STEPS
 
 
 def in_bf16(plan: Any) -> Any:
@@ -137,7 +192,7 @@ def run_case(
     scorer = build_scorer(plan, processor, rank.device)
     padded = scorer.padded
     engine = make_engine(scorer, plan)
-    pixels = Pixels(processor.image_processor)
+    pixels = Pixels(processor)
     maker = StepMaker(plan, make_encoder(plan, processor), pixels, rank=rank.rank, padded=padded, warn=print)
     found: dict[str, Any] = {"loss": [], "norm": [], "micro_batches": [], "tokens": []}
     for number, rows in enumerate(steps):
@@ -160,7 +215,7 @@ def run_all(out: Path, rank: Rank, cases: str, device: str) -> None:
         if ranks != world:
             continue
         plan = dataclasses.replace(make_case(out, name, stage, world), device=device)
-        numbers, engine = run_case(plan, rank, ALL, STEPS)
+        numbers, engine = run_case(plan, rank, rows_for(plan), steps_for(plan))
         weights = {name: value.clone() for name, value in full_weights(engine) if value is not None}
         engine.destroy()
         if rank.rank == 0:

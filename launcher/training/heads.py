@@ -1,0 +1,170 @@
+"""What a task reads off the last hidden states: the third part of the module that DeepSpeed wraps.
+
+A head is called with (hidden [T, H], micro-batch) inside the wrapped module's forward, since parameters that
+ZeRO-3 has partitioned exist only there. Shapes: T packed tokens, D documents, A answer tokens, C classes,
+H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from launcher.arithmetic import LOGIT_BYTES
+from launcher.errors import ConfigError, Problem
+from launcher.spec import RunPlan
+from launcher.training.batching import MicroBatch
+
+
+def make_head(plan: RunPlan, model: Any, ids: dict[str, int], device: torch.device) -> nn.Module:
+    """The head of the plan's task for `model`, transformers' own (not peft's wrapper), after it was tuned.
+
+    `ids` are the tokenizer's of "no" and "yes". A class head's weights come from torch's generator.
+    """
+    trains = plan.config.tune.head == "full"
+    if plan.config.task.name == "sft":
+        return LmHead(model, train=trains)
+    if plan.config.task.name == "classify":
+        return ClassHead(len(plan.config.task.classes), model.config.get_text_config().hidden_size, device)
+    print(f"answer tokens: yes {ids['yes']}, no {ids['no']}")
+    return YesNoHead(answer_rows(model, ids["no"], ids["yes"]).to(device), train=trains)
+
+
+class YesNoHead(nn.Module):
+    """score = h_last . (w_yes - w_no) in float32: the logit difference of the answers "yes" and "no".
+
+    sigmoid(score) is the published P(yes). lm_head is never called: `train` makes its two rows an own parameter.
+    """
+
+    delta: torch.Tensor
+
+    def __init__(self, rows: torch.Tensor, *, train: bool) -> None:
+        """`rows` [2, H]: lm_head's rows of "no" and "yes"."""
+        super().__init__()
+        self.rows: nn.Parameter | None = nn.Parameter(rows.clone()) if train else None
+        self.register_buffer("delta", rows[1].float() - rows[0].float(), persistent=False)
+
+    def forward(self, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """Scores [D], float32."""
+        delta = self.delta if self.rows is None else self.rows[1].float() - self.rows[0].float()
+        return hidden[batch.last].float() @ delta
+
+
+class ClassHead(nn.Module):
+    """One row of weights a class, trained from nothing; no bias, as in transformers' sequence classifiers."""
+
+    def __init__(self, classes: int, hidden: int, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(classes, hidden, device=device).normal_(std=0.02))
+
+    def forward(self, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """Logits [D, C], float32, of each prompt's last token."""
+        return hidden[batch.last].float() @ self.weight.float().T
+
+
+class LmHead(nn.Module):
+    """Cross-entropy of every answer token under the whole vocabulary, without keeping logits [A, V]."""
+
+    def __init__(self, model: Any, *, train: bool) -> None:
+        """Replaces `model.lm_head` by a layer with the same weight, under the same name; `train` lets it train.
+
+        A weight tied to the embeddings trains when they do. Raises ConfigError when `train` asks for it alone.
+        """
+        super().__init__()
+        weight = model.lm_head.weight
+        if train and weight is model.get_input_embeddings().weight and not weight.requires_grad:
+            raise _tied_alone()
+        model.lm_head = AnswerLoss(model.lm_head)
+        if train:
+            weight.requires_grad_(True)
+        # In a tuple, or the layer would be a module of two parents, and its weight have two names.
+        self._called = (model.lm_head,)
+
+    def forward(self, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """Losses [A], float32. Called for a micro-batch without answers too: ZeRO-3 gathers the weight on all ranks."""
+        return self._called[0](hidden[batch.predicting], batch.predicted)  # type: ignore[no-any-return]
+
+
+def _tied_alone() -> ConfigError:
+    text = "tune.head=full: this model's head is its embeddings (tie_word_embeddings), which are frozen"
+    return ConfigError(Problem(text, tries=("tune.language=full   (both train)", "tune.head=frozen")))
+
+
+class AnswerLoss(nn.Linear):
+    """An lm_head that, told which tokens were wanted, gives their losses instead of logits.
+
+    A module of its own name in the model, since ZeRO-3 gathers the weight where a module is called: once a
+    micro-batch, however many answer tokens that has.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        assert getattr(linear, "bias", None) is None, "no lm_head of the families has a bias"
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.weight = linear.weight  # the same object: adapters, ties and ZeRO's partition stay
+
+    def forward(self, input: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """Losses [A] float32 of `wanted` [A] after `input` [A, H]; logits when nothing is wanted."""
+        if wanted is None:
+            return super().forward(input)
+        return token_losses(input, self.weight, wanted)
+
+
+def token_losses(hidden: torch.Tensor, weight: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """-log softmax(hidden @ weight.T)[wanted], some rows at a time.
+
+    Inputs: hidden [A, H], weight [V, H] of its dtype, wanted [A] ids. Returns [A], at least float32; A may be 0.
+    Logits are computed again in the backward pass, which costs one more product with `weight` (under 2 % of a step
+    of an 8B model) and makes gradients of hidden and weight exact whatever each token's loss is multiplied by.
+    """
+    return _TokenLosses.apply(hidden, weight, wanted)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _TokenLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight, wanted)
+        losses = hidden.new_empty(len(hidden), dtype=_wide(hidden))
+        for rows in _chunks(len(hidden), len(weight)):
+            logits = F.linear(hidden[rows], weight).to(losses.dtype)
+            losses[rows] = F.cross_entropy(logits, wanted[rows], reduction="none")
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        hidden, weight, wanted = ctx.saved_tensors
+        of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        # Summed over chunks in float32: in bf16 the later ones would be rounded away.
+        of_weight = torch.zeros_like(weight, dtype=_wide(weight)) if ctx.needs_input_grad[1] else None
+        for rows in _chunks(len(hidden), len(weight)):
+            slope = F.linear(hidden[rows], weight).to(grad.dtype).softmax(dim=-1)  # of the losses, by logit
+            slope[torch.arange(len(slope), device=slope.device), wanted[rows]] -= 1.0
+            slope = slope.mul_(grad[rows, None]).to(hidden.dtype)
+            if of_hidden is not None:
+                of_hidden[rows] = slope @ weight
+            if of_weight is not None:
+                of_weight += slope.T @ hidden[rows]
+        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _chunks(rows: int, vocabulary: int) -> Iterator[slice]:
+    size = max(1, LOGIT_BYTES // (4 * vocabulary))
+    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+
+
+def answer_rows(model: Any, no_id: int, yes_id: int) -> torch.Tensor:
+    """lm_head's rows of "no" and "yes", [2, H] float32, gathered when ZeRO-3 has partitioned them."""
+    weight = model.get_output_embeddings().weight
+    if not hasattr(weight, "ds_id"):
+        return weight.detach()[[no_id, yes_id]].float().clone()
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([weight]):
+        return weight.detach()[[no_id, yes_id]].float().clone()
