@@ -116,12 +116,18 @@ def _split_verb(words: list[str]) -> tuple[str, list[str]]:
     if not words or words[0].startswith("-") or "=" in words[0]:
         return "run", words
     if words[0] in _VERBS:
-        return words[0], words[1:]
+        return words[0], _without_foreign_verb(words[1:]) if words[0] in ("plan", "run") else words[1:]
     flags = next((i for i, word in enumerate(words) if word.startswith("--")), None)
     if flags is not None and _is_foreign_verb(words[0]):
-        return "run", words[flags:]  # `swift sft --lora_rank 8`: each flag is answered
+        return "run", _without_foreign_verb(words)  # `swift sft --lora_rank 8`: each flag is answered
     _refuse_verb(words[0])
     return "run", words  # a misplaced word, answered with the other problems
+
+
+def _without_foreign_verb(words: list[str]) -> list[str]:
+    """The flags of `swift sft --lora_rank 8`, each to be answered, without the words before them."""
+    flags = next((i for i, word in enumerate(words) if word.startswith("--")), None)
+    return words[flags:] if flags and _is_foreign_verb(words[0]) else words
 
 
 def _is_foreign_verb(word: str) -> bool:

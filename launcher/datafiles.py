@@ -18,7 +18,8 @@ from launcher.errors import ConfigError, Problem
 from launcher.hubs import local_folder
 from launcher.spec import DatasetConfig
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+TEXTS = (".jsonl", ".json", ".csv", ".tsv")
+SUFFIXES = (*TEXTS, ".parquet", ".arrow", *(f"{suffix}.gz" for suffix in TEXTS))
 # Files beside the data that describe them.
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -88,7 +89,7 @@ def locate(data: DatasetConfig, name: str, key: str) -> Path:
     if not name or not path.exists():
         text = f"{key}={name} does not exist; a file, a folder, or OWNER/NAME of a hub's data set is expected"
         raise ConfigError(Problem(text, tries=(f"{key}=FILE.jsonl", f"{key}=OWNER/NAME")))
-    if path.is_file() and path.suffix.lower() not in SUFFIXES:
+    if path.is_file() and not name.lower().endswith(SUFFIXES):
         text = f"{key}={name}: files of rows end in {', '.join(SUFFIXES)}"
         raise ConfigError(Problem(text, tries=(f"{key}=FILE.jsonl",)))
     return path
@@ -136,7 +137,10 @@ def folder_files(data: DatasetConfig, root: Path, wanted: str | None, split: str
 
 
 def beir_tables(root: Path, wanted: str | None) -> dict[str, list[Path]] | None:
-    """Files of the tables queries, corpus and qrels, or None for a folder that is no such set."""
+    """Files of the tables queries, corpus and qrels, or None for a folder that is no such set.
+
+    Raises ConfigError for judgements of other splits, which would be trained or measured on unawares.
+    """
     if not root.is_dir():
         return None
     tables: dict[str, list[Path]] = {}
@@ -145,7 +149,14 @@ def beir_tables(root: Path, wanted: str | None) -> dict[str, list[Path]] | None:
         tables[table] = single[:1] or _listed(root / table)
         own = [file for file in tables[table] if split_of(file.relative_to(root)) == wanted]
         tables[table] = own or tables[table]
-    return tables if all(tables.values()) else None
+    if not all(tables.values()):
+        return None
+    judged = dict.fromkeys(split_of(file.relative_to(root)) for file in tables["qrels"])
+    if len(judged) > 1 or (wanted is not None and not {wanted, ""} & judged.keys()):
+        text = f"{root} has judgements for {', '.join(judged)}, and {wanted or 'none of them'} is asked for"
+        keys = ("dataset.split", "dataset.eval_split")
+        raise ConfigError(Problem(text, tries=tuple(f"{key}={name}" for name in judged if name for key in keys)))
+    return tables
 
 
 def split_of(path: Path) -> str:
@@ -195,8 +206,16 @@ def _saved(folder: Path) -> list[Path]:
 
 def _listed(folder: Path) -> list[Path]:
     """All data files below a folder, sorted; none of hidden folders."""
-    found = (path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.name not in DESCRIPTIONS)
-    return sorted(path for path in found if not any(p.startswith(".") for p in path.relative_to(folder).parts))
+    found: list[Path] = []
+    seen: set[str] = set()  # a link may lead back to where it stands
+    for where, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(where)
+        folders[:] = [] if real in seen else [name for name in folders if not name.startswith(".")]
+        for name in names if real not in seen else ():
+            if name.lower().endswith(SUFFIXES) and name not in DESCRIPTIONS and not name.startswith("."):
+                found.append(Path(where, name))
+        seen.add(real)
+    return sorted(found)
 
 
 def _of_names(data: DatasetConfig, root: Path) -> dict[str, list[Path]]:
@@ -209,7 +228,9 @@ def _of_names(data: DatasetConfig, root: Path) -> dict[str, list[Path]]:
             raise _no_subset(data.subset, root, folders)
     found: dict[str, list[Path]] = {}
     for file in files:
-        found.setdefault(split_of(file.relative_to(root)), []).append(file)
+        # What `datasets` saves is named alike in every folder.
+        saved = file.suffix == ".arrow" and (file.parent / "state.json").is_file()
+        found.setdefault(split_of((file.parent if saved else file).relative_to(root)), []).append(file)
     return found
 
 

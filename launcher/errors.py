@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+from launcher.streams import printable
+
 
 class ExitCode(IntEnum):
     """The launcher's own exit codes; a rank's code and signal are in outcome.json."""
@@ -53,7 +55,7 @@ class LauncherError(Exception):
         """The whole message: a count, then each problem with what to type."""
         count = len(self.problems)
         head = f"{count} problem{'s' if count != 1 else ''} {self.title}:"
-        return "\n".join([head, *(p.render() for p in self.problems)])
+        return printable("\n".join([head, *(p.render() for p in self.problems)]))
 
 
 class ConfigError(LauncherError):

@@ -230,6 +230,8 @@ def why_no_adapter(config: RunConfig) -> list[str]:
         found.append("the run trains no adapter")
     if tune.language == "full" or tune.head == "full":
         found.append("trained embeddings or a trained lm_head don't fit into an adapter")
+    if config.task.name == "classify":
+        found.append("the head of the classes is no part of the base model, so peft has no place for it")
     if config.model.weights == "random":
         found.append("an adapter for random weights fits no model that anybody has")
     return found

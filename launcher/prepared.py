@@ -31,7 +31,7 @@ SPLITS = ("train", "eval")
 MODALITIES = ("text", "image", "video", "mixed")
 BAR = 40  # characters of the longest bar
 SUMMARY = "summary.json"
-VERSION = 1  # of what is written; raised when rows or lengths of the same input come out otherwise
+VERSION = 2  # of what is written; raised when rows or lengths of the same input come out otherwise
 HASHED_BYTES = 4 * 2**20  # files up to this size count by content, larger ones by size and time of change
 ROW_KEYS = (
     *("format", "source", "subset", "split", "eval_split", "eval_fraction", "columns", "image_root", "weights"),
@@ -66,6 +66,7 @@ def rows_folder(config: RunConfig, split: str) -> Path:
         "function": [_file_mark(path) for path in _own_code(dataset.format)],
         "task": to_data(config.task),
         "loss": config.loss.name,  # some need negatives, or a teacher's scores
+        "taught": config.loss.name == "distill" and config.metric == "loss",  # held-out rows need those too
         "seed": config.train.seed,
     }
     return cache_dir() / _key(content)

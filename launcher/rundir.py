@@ -14,6 +14,7 @@ from typing import Any
 from launcher.errors import ConfigError, Problem
 
 COMPLETE = "COMPLETE"
+EXPORT = "launcher.json"  # in an export: which run and step it came from, and how its rows are read
 SWEEP = "sweep.json"  # in a folder of runs that were started together: what each was and became
 
 

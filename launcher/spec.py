@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from launcher.plain import from_data, to_data
@@ -399,12 +399,27 @@ class Host:
     port: int | None = None
     user: str | None = None
     iface: str | None = None
-    weight: float | None = None
+    weight: float | str | None = None  # relative speed of its GPUs, or "auto": all ranks of the run are measured
+    weights: tuple[float, ...] | None = None  # one for each of gpus, in place of weight
 
     @property
     def slots(self) -> int:
         """Ranks on this host."""
         return len(self.gpus)
+
+    def taking(self, gpus: Mapping[int, int]) -> Host:
+        """The host with some of its GPUs: their slots -> their numbers from now on."""
+        kept = sorted((new, old) for old, new in gpus.items())
+        weights = self.weights
+        if weights is not None:
+            weights = tuple(weights[self.gpus.index(old)] for _, old in kept)
+        return replace(self, gpus=tuple(new for new, _ in kept), weights=weights)
+
+    def speeds(self, first_rank: int) -> list[float]:
+        """Relative speeds in the order of its ranks: DeepSpeed gives each rank slot `rank % slots`."""
+        alike = self.weight if isinstance(self.weight, float) else 1.0
+        weights = self.weights or (alike,) * self.slots
+        return [weights[(first_rank + n) % self.slots] for n in range(self.slots)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -481,8 +496,16 @@ class RunPlan:
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """Relative speed of each rank: its host's weight, 1 where none is given."""
-        return tuple(1.0 if host.weight is None else host.weight for host in self.hosts for _ in host.gpus)
+        """Relative speed of each rank: its host's weight, 1 where none is given or it is to be measured."""
+        found: list[float] = []
+        for host in self.hosts:
+            found += host.speeds(len(found))
+        return tuple(found)
+
+    @property
+    def measures_speeds(self) -> bool:
+        """Whether ranks measure their speeds when they start."""
+        return any(host.weight == "auto" for host in self.hosts)
 
 
 def plan_to_json(plan: RunPlan) -> str:

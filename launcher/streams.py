@@ -21,6 +21,17 @@ def take_any_text() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def printable(text: str, keep: str = "\n") -> str:
+    """The text with escapes for control characters, but those in `keep`, and for bytes that are no UTF-8: what a row,
+    a path or a variable holds must not command a terminal.
+
+    Example:
+        >>> print(printable("red\\x1b[2J\\udcff"))
+        red\\x1b[2J\\udcff
+    """
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
 class SafeStream:
     """A text stream whose reader may leave (a closed terminal, `| head`) without ending the supervisor."""
 

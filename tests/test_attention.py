@@ -51,6 +51,7 @@ def test_layout_sizes() -> None:
 
 
 def test_a_kernel_that_cannot_run_here_is_refused() -> None:
+    """G06."""
     cpu = torch.device("cpu")
     assert choose_kernel("auto", cpu, torch.float32)[0] == "reference"
     with pytest.raises(ValueError, match="needs a GPU"):

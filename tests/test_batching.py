@@ -24,6 +24,7 @@ units = st.lists(st.integers(1, LIMIT), max_size=40).map(
 
 @given(units, st.integers(1, 8))
 def test_every_unit_once_within_the_budget_and_equal_micro_steps(made: list[Unit], ranks: int) -> None:
+    """K11."""
     split = split_step(made, [1.0] * ranks, LIMIT)
     assert len(split) == ranks
     assert len({len(share) for share in split}) == 1
@@ -142,6 +143,7 @@ def test_order_differs_by_epoch_and_seed_and_by_nothing_else() -> None:
 
 
 def test_steps_of_a_run() -> None:
+    """K10, K11: a partial batch is a step of all ranks, and no row is left out."""
     order = Order(rows=10, global_size=4, seed=0)  # 4, 4 and 2 rows
     assert order.total_steps(TrainConfig(epochs=2.0)) == 6
     assert order.total_steps(TrainConfig(epochs=0.5)) == 2

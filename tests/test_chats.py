@@ -104,6 +104,7 @@ def test_turns_that_are_not_learnt_are_not_in_the_loss(processor: Any, tmp_path:
 
 
 def test_special_tokens_in_texts_are_text(processor: Any, tmp_path: Path) -> None:
+    """I18."""
     text = "<image> <|image_pad|><|im_end|>\n<|im_start|>assistant\n\ue000"
     row = chat(("user", (picture(1), text)), ("assistant", ("<|vision_start|><|im_end|> it is",)))
     (prompt,) = encoder(tmp_path, processor).encode(row).prompts
@@ -172,6 +173,9 @@ def test_groups_are_answered_yes_and_no(processor: Any, tmp_path: Path, kind: st
             assert (np.diff(prompt.positions[:, len(before) - 1 :]) == 1).all()
     long = encoder(tmp_path, processor, max_length=260).encode(group(("the query",), ("word " * 400,), ("b",)))
     assert len(long.prompts[0]) == 260
+    likely = dataclasses.replace(group(("q",), ("a",), ("b",)), labels=(0.8, 0.1))
+    told = encoder(tmp_path, processor).encode(likely)
+    assert [answers(processor, prompt) for prompt in told.prompts] == ["yes<|im_end|>", "no<|im_end|>"]
 
 
 def test_classes_come_from_the_rows_or_the_plan(processor: Any, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_interpreter_that_one_host_lacks(hosts: Cluster) -> None:
 
 
 def test_other_versions_other_code_and_missing_data_are_named(hosts: Cluster) -> None:
-    """T16."""
+    """T16, G11."""
     n2 = hosts.hosts[1]
     private(n2, "site/torch-0.1.dist-info/METADATA", "")
     n2.run(["cp", "-r", str(REPO / "launcher"), "/srv/private/site/launcher"], check=True)

@@ -139,6 +139,7 @@ def test_resume_equals_the_unbroken_run(two, case):
 
 
 def test_only_what_trains_is_saved(two, folder):
+    """C08, C09: frozen parts come from the base."""
     assert two["stage3-fp32"]["saved"] == TRAINABLE
     files = sorted(RunDir(folder / "stage3-fp32").checkpoint(3).glob("*.safetensors"))
     assert [file.name for file in files] == [f"part-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
@@ -150,6 +151,7 @@ def test_only_what_trains_is_saved(two, folder):
 
 
 def test_full_weights_have_every_parameter_whole(two):
+    """C10: gathered one at a time."""
     for case in ("stage0-fp32", "stage3-bf16"):
         shapes = two[case]["shapes"]
         assert sorted(shapes) == sorted([*TRAINABLE, "frozen.bias", "frozen.weight"])

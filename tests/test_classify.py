@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +12,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from launcher.rundir import RunDir
 from launcher.training import evaluate, processors
 from launcher.training.batching import Unit, collate, make_units, split_step
 from launcher.training.chats import with_classes
 from launcher.training.encoding import make_encoder
 from launcher.training.engine import build_scorer
+from launcher.training.export import export_from_checkpoint
 from launcher.training.losses import loss_of
 from launcher.training.pixels import Pixels
+from launcher.training.show import show_rows
 from launcher.training.tuning import trainable_by_part
 from tests.groups import picture
 from tests.test_chats import chat
-from tests.tiny import tiny_plan
+from tests.test_export import trained
+from tests.tiny import family_plan, tiny_plan
 
 ROWS = [
     chat(("user", ("the door is red",)), label="red"),
@@ -102,6 +109,50 @@ def test_the_head_always_trains(parts: dict[str, Any]) -> None:
 
     counts = trainable_by_part(parts["scorer"], FAMILIES["qwen3_vl"])
     assert counts["head"] == parts["plan"].trainable["head"] == 3 * 128 and counts["language"] > 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3"])
+def test_the_card_of_an_export_tells_how_to_ask_it(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = {"name": "classify", "classes": ["bike", "car"], "system": 'be "exact"'}
+    tune = {"name": "lora", "language": "lora", "vision": "frozen", "projector": "frozen"}
+    plan = family_plan(tmp_path / "run", family, task=task, loss={"name": "cross_entropy"}, tune=tune)
+    scorer = trained(plan, tmp_path / "step-000007")
+    state = json.loads((tmp_path / "step-000007/state.json").read_text())
+    (tmp_path / "step-000007/state.json").write_text(json.dumps({**state, "classes": task["classes"]}))
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    run.metrics.write_text('{"kind": "eval", "step": 7, "eval/accuracy": 0.5, "eval/loss": null}\n')
+    folder = export_from_checkpoint(plan, tmp_path / "step-000007", tmp_path / "export")
+    card = (folder / "README.md").read_text()
+    assert "head full, a row of weights a class" in card
+    assert "| accuracy | 0.5000 |" in card and "| loss |" not in card  # that was not finite
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    monkeypatch.chdir(folder)
+    exec(compile(code, "README.md", "exec"), {})
+    encoded = make_encoder(plan, processors.load_processor(plan)).encode(
+        chat(("user", ("a red bicycle",)), label="car")
+    )
+    with torch.no_grad():
+        wanted = scorer(collate([encoded], [Unit(0, (0,), encoded.tokens, 1.0)], {}, padded=True)).softmax(dim=1)[0]
+    name, _, numbers = capsys.readouterr().out.strip().splitlines()[-1].partition(" ")
+    assert name == task["classes"][int(wanted.argmax())]
+    assert json.loads(numbers) == pytest.approx(wanted.tolist(), abs=1e-5)
+
+
+def test_rows_are_shown_with_their_class(parts: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    plan = parts["plan"]
+    show_rows(plan, ROWS[:2], 1)
+    task = dataclasses.replace(plan.config.task, classes=[])
+    unread = dataclasses.replace(plan, config=dataclasses.replace(plan.config, task=task))
+    show_rows(unread, ROWS, 1)  # as `check data` does, before all rows have told the classes
+    shown = capsys.readouterr().out
+    assert re.findall(r"^- prompt 1 of 1: .* tokens, (.*)", shown, re.MULTILINE) == [
+        "class red (row 2 of the head)",
+        "class red",
+    ]
+    assert shown.count("the door is red<|im_end|>") == 2 and " shared" not in shown
 
 
 def test_accuracy_and_loss() -> None:

@@ -116,26 +116,6 @@ def test_srun_places_one_task_on_each_host(slurm: Slurm) -> None:
     assert refused.returncode == 7 and "n2: task 1: Exited with exit code 7" in refused.stderr
 
 
-JOB = """\
-#!/bin/bash
-trap 'scontrol requeue $SLURM_JOB_ID' USR2
-echo started ${SLURM_RESTART_COUNT:-0} on $(hostname) for $SLURM_JOB_NODELIST
-if [ -n "$SLURM_RESTART_COUNT" ]; then exit 0; fi
-srun --ntasks-per-node=1 sleep 300 & wait; wait
-"""
-
-
-def test_a_job_that_is_told_of_its_end_is_queued_again(slurm: Slurm, tmp_path: Path) -> None:
-    output = tmp_path / "output"
-    job = slurm.run(["sbatch", "--parsable", "-N2", "--time=1", f"--output={output}"], input=JOB, check=True)
-    number = job.stdout.strip()
-    await_that(lambda: output.exists() and "started 0" in output.read_text(), 10, lambda: str(slurm.job(number)))
-    slurm.run(["scancel", "--batch", "--signal=USR2", number], check=True)  # as `--signal=B:USR2@N` does, at once
-    await_that(lambda: slurm.job(number)["JobState"] == "COMPLETED", 20, lambda: str(slurm.job(number)))
-    assert slurm.job(number)["Restarts"] == "1"
-    assert "started 1 on n1 for n[1-2]" in output.read_text()
-
-
 KILLED = """
 import os, signal, sys
 from pathlib import Path

@@ -93,6 +93,11 @@ def test_text_needs_no_quotes_where_its_meaning_is_clear(key: str, raw: str) -> 
     assert (line.problems, line.values) == ([], {key: raw})
 
 
+def test_checkpoints_that_could_not_be_resumed_are_not_offered() -> None:
+    """C11."""
+    assert "a checkpoint holds all that resume needs" in answer("--save_only_model true")
+
+
 @pytest.mark.parametrize("raw", ["'mlx5_0,mlx5_1'", '"mlx5_0,mlx5_1"', r"mlx5_0\,mlx5_1"])
 def test_quoted_commas_are_text(raw: str) -> None:
     assert read_config([f"env.set.NCCL_IB_HCA={raw}"]).config.env.set == {"NCCL_IB_HCA": "mlx5_0,mlx5_1"}
@@ -177,6 +182,18 @@ def test_interpolations_are_resolved_once(monkeypatch: pytest.MonkeyPatch) -> No
     config = read_config(["run.name=${oc.env:WHO}-${train.seed}", "eval.every_steps=${checkpoint.every_steps}"]).config
     assert config.run.name == "me-42"
     assert config.eval.every_steps == config.checkpoint.every_steps
+
+
+def test_a_file_is_read_again_when_it_has_changed(elsewhere: Path) -> None:
+    """One process composes the same files once, and nobody sees what another has typed."""
+    file = elsewhere / "conf" / "experiment" / "mine.yaml"
+    file.parent.mkdir(parents=True)
+    words = ["--config-dir=conf", "model=tiny", "dataset=digits", "experiment=mine"]
+    for lr in ("1e-3", "2e-03"):
+        file.write_text(f"# @package _global_\noptim:\n  lr: {lr}\n")
+        assert read_config([*words, "env.set.A=1"]).config.env.set == {"A": "1"}
+        again = read_config(words).config
+        assert (again.optim.lr, again.env.set) == (float(lr), {})
 
 
 # Files of a user's own.

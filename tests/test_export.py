@@ -106,6 +106,7 @@ def picture(image: Image) -> Any:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_export_scores_as_the_trained_model(tmp_path, case):
+    """Z18, C14: tied or not, the head that was trained is the one that is loaded."""
     tune, tied = CASES[case]
     plan = make_plan(tmp_path, tune, tied)
     checkpoint = tmp_path / "step-000007"
@@ -162,6 +163,8 @@ def test_an_adapter_alone_scores_as_the_trained_model_on_its_base(tmp_path, dora
     again = finished.load(usable_plan(target, [], "cpu"), out)
     torch.testing.assert_close(packed_scores(plan, again.scorer, GROUPS["image documents"]), expected)
 
+    chats = replace(plan, config=replace(plan.config, task=replace(plan.config.task, name="sft")))
+    assert (export_from_checkpoint(chats, tmp_path / "step-000007", tmp_path / "chats") / "README.md").is_file()
     merged = replace(plan, config=replace(plan.config, checkpoint=replace(checkpoint, merge=True)))
     whole = export_from_checkpoint(merged, tmp_path / "step-000007", tmp_path / "merged")
     assert (whole / "LICENSE").read_text() == "do as you like"
@@ -179,6 +182,7 @@ def with_data(content: Any) -> list[dict[str, str]]:
 
 
 def test_an_adapter_that_changes_nothing_or_fits_nothing_is_refused(tmp_path):
+    """Z06."""
     plan = make_plan(tmp_path, {**LORA, "head": "full"}, True)
     alone = replace(plan, config=replace(plan.config, checkpoint=replace(plan.config.checkpoint, merge=False)))
     with pytest.raises(ConfigError) as refused:
@@ -195,6 +199,7 @@ def test_an_adapter_that_changes_nothing_or_fits_nothing_is_refused(tmp_path):
 
 
 def test_a_folder_that_would_not_load_is_refused(tmp_path):
+    """Z17, C14: a key that is missing or renamed is no warning."""
     plan = make_plan(tmp_path, LORA, True)
     trained(plan, tmp_path / "step-000007")
     out = export_from_checkpoint(plan, tmp_path / "step-000007", tmp_path / "export")

@@ -123,7 +123,23 @@ def test_saved_folders_load_whole_and_equal(name: str, tmp_path: Path) -> None:
     assert parameter_counts(read_shape(local, arch)) == parameter_counts(read_shape(plan.config.model, plan.arch))
 
 
+def test_a_head_that_is_not_in_the_files_is_no_random_one(tmp_path: Path) -> None:
+    """R13."""
+    plan = family_plan(tmp_path, "qwen3")
+    plan.arch["tie_word_embeddings"] = False
+    ids = processors.special_ids(processors.load_processor(plan))
+    model = models.load_model(plan, ids, torch.device("cpu"))
+    weights = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    model.save_pretrained(tmp_path / "m", state_dict=weights)
+    local = replace(plan.config.model, path=str(tmp_path / "m"), weights="pretrained")
+    plan = replace(plan, config=replace(plan.config, model=local))
+    with pytest.raises(ConfigError, match=r"does not hold this model: missing \['lm_head.weight'\]"):
+        models.load_model(plan, ids, torch.device("cpu"))
+
+
 def test_sparse_layers_of_an_unnamed_kind_are_refused_under_zero_3() -> None:
+    """Z05."""
+
     class StrangeExperts(torch.nn.Module):
         pass
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,7 @@ def test_published_object_with_labels(folder: Path) -> None:
 
 @pytest.mark.parametrize("label", [-1, None, "maybe", [1], ""])
 def test_labels_that_are_no_relevance_are_refused(folder: Path, label: Any) -> None:
+    """R17."""
     _, bad = read_rows(folder, {"query": "q", "documents": ["p", "n"], "labels": [1, label]})
     assert [row.kind for row in bad] == ["wrong label"]
 
@@ -125,6 +127,7 @@ def test_swift_system_nearest_to_the_document_wins(folder: Path) -> None:
 
 
 def test_swift_tags_must_match_images(folder: Path) -> None:
+    """I16."""
     rows = [
         {**row, "positive_messages": [[{"role": "assistant", "content": "p"}]]}
         for row in case_rows("placeholder_counts.jsonl")
@@ -150,6 +153,7 @@ def test_swift_tags_must_match_images(folder: Path) -> None:
     ],
 )
 def test_a_line_that_is_not_strict_json_is_named(name: str, line: int, reason: str) -> None:
+    """K06."""
     path = CASES / f"{name}.jsonl"
     groups, bad = read(path)
     assert groups == []
@@ -157,7 +161,32 @@ def test_a_line_that_is_not_strict_json_is_named(name: str, line: int, reason: s
     assert bad[0].reason.startswith(reason)
 
 
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (gzip.compress(b"{}"), "compressed: the file is gzip"),
+        (b"PK\x03\x04\x14\x00", "compressed: the file is a zip"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+            "not downloaded: the file is a pointer of Git LFS",
+        ),
+        (b" <!DOCTYPE html>\n<html>\n", "an HTML page"),
+        (b"<html><body>404</body></html>", "an HTML page"),
+        ('{"query": "a"}'.encode("utf-16-le"), "UTF-16"),
+        (b'{"query": "\xc4\xe3"}', "not UTF-8: byte 0xc4"),
+    ],
+)
+def test_a_file_of_another_kind_is_named(folder: Path, data: bytes, reason: str) -> None:
+    """K06."""
+    for name in ("rows.jsonl", "rows.json", "rows.csv"):
+        (folder / name).write_bytes(data)
+        groups, bad = read(folder / name)
+        assert groups == [] and bad[0].where.startswith(f"{folder / name}:")
+        assert bad[0].reason.startswith(reason)
+
+
 def test_lines_cut_short_and_lines_after_them(folder: Path) -> None:
+    """K06."""
     good = b'{"query": "q", "positives": "p"}\n'
     path = folder / "rows.jsonl"
     path.write_bytes(
@@ -174,6 +203,7 @@ def test_lines_cut_short_and_lines_after_them(folder: Path) -> None:
 
 
 def test_text_stays_as_written() -> None:
+    """K03, K04."""
     groups, bad = read(CASES / "dates_only.jsonl")
     assert [group.query for group in groups] == [("2024-01-02 10:00:00",), ("2024-01-03 11:00:00",)]
     assert bad == []
@@ -183,6 +213,7 @@ def test_text_stays_as_written() -> None:
 
 
 def test_a_whole_number_is_its_digits_and_another_is_no_text(folder: Path) -> None:
+    """K05."""
     rows = [{"query": query, "positives": "p"} for query in ("what is pi", 314159, 3.1, True)]
     groups, bad = read_rows(folder, *rows)
     assert [group.query for group in groups] == [("what is pi",), ("314159",)]
@@ -193,6 +224,7 @@ def test_a_whole_number_is_its_digits_and_another_is_no_text(folder: Path) -> No
 
 
 def test_one_or_many_or_none() -> None:
+    """K01."""
     groups, bad = read(CASES / "neg_str_or_list.jsonl")
     assert [group.documents for group in groups] == [(("p",), ("n",)), (("p",), ("n1",), ("n2",))]
     assert bad == []
@@ -201,6 +233,7 @@ def test_one_or_many_or_none() -> None:
 
 
 def test_images_of_a_query_as_text_list_or_null(folder: Path) -> None:
+    """K01."""
     rows = [
         {"query": {"text": row["query"], "images": row.get("images")}, "positives": "p"}
         for row in case_rows("images_str_or_list.jsonl")
@@ -211,6 +244,7 @@ def test_images_of_a_query_as_text_list_or_null(folder: Path) -> None:
 
 
 def test_missing_images_are_named_before_anything_runs(folder: Path) -> None:
+    """I11."""
     rows = [
         {"id": row["query"], "query": {"images": row["images"]}, "positives": "p"}
         for row in case_rows("missing_images.jsonl")
@@ -237,6 +271,7 @@ def test_images_in_the_working_folder_and_in_the_row(
 
 
 def test_reranker_rows(folder: Path) -> None:
+    """R10, R15, R17."""
     path = folder / "pairs.jsonl"
     path.write_bytes((CASES / "reranker_pairs.jsonl").read_bytes())
     groups, bad = read(path, need_negatives=True)
@@ -281,12 +316,24 @@ def test_reranker_rows(folder: Path) -> None:
         ({"messages": [{"role": "user", "content": "q"}], "audios": ["v.mp3"]}, "unknown key: audios"),
         ({"query": "q", "positives": "p", "negatves": ["n"]}, "unknown key: negatves; did you mean negatives?"),
         ({"query": "q", "positives": "p", "hard_negatives": ["n"]}, "unknown key: hard_negatives; did you mean neg"),
+        ({"query": "q", "positives": "p", "neg": ["n"]}, "unknown key: neg;"),
+        ({"query": "q", "positives": "p", "negatives": "['a', 'b']"}, 'wrong type: "negatives" is one text that looks'),
+        ({"query": "q", "pos": "p", "negatives": ["n"]}, "unknown key: negatives;"),
+        ({"anchor": "q", "positive": None, "negative": "n"}, "no positives"),
+        ({"query": "q", "negative_1": "n", "negative_2": "m"}, "no positives"),
+        ({"anchor": "q", "positive": "p", "negative": "n", "domain": "law"}, "unknown key: domain;"),
     ],
 )
 def test_rows_that_would_lose_something_are_refused(folder: Path, row: dict[str, Any], reason: str) -> None:
     groups, bad = read_rows(folder, row)
     assert groups == []
     assert bad[0].reason.startswith(reason)
+
+
+def test_lists_in_a_cell_of_text(folder: Path) -> None:
+    row = {"query": "q", "positives": '["a", "b"]', "negatives": "[1]"}
+    assert read_rows(folder, row)[0][0].documents == (("a",), ("b",), ("[1]",))
+    assert read_rows(folder, {"query": "q", "positive": '["a"]', "negative": "n"})[0][0].documents[0] == ('["a"]',)
 
 
 def test_what_a_row_says_of_itself_does_no_harm(folder: Path) -> None:
@@ -298,7 +345,7 @@ def test_what_a_row_says_of_itself_does_no_harm(folder: Path) -> None:
 def test_a_named_format_is_not_guessed(folder: Path) -> None:
     row = {"query": "q", "positives": "p"}
     assert len(read_rows(folder, row, format="native")[0]) == 1
-    assert [bad.reason for bad in read_rows(folder, row, format="swift")[1]] == ["no messages"]
+    assert [bad.kind for bad in read_rows(folder, row, format="swift")[1]] == ["unknown key"]
 
 
 def test_shuffled_labels_are_dealt_by_seed_and_row(folder: Path) -> None:
@@ -332,6 +379,7 @@ def test_a_source_that_is_not_there_is_a_config_error(folder: Path, monkeypatch:
 
 
 def test_the_same_document_on_both_sides_is_dropped_with_a_count(folder: Path) -> None:
+    """R15."""
     row = {"query": "q", "positives": ["a", "b"], "negatives": ["a", "c", "c"]}
     groups, bad = read_rows(folder, row, {**row, "positives": "a"}, on_bad="skip")
     assert [(g.documents, g.labels) for g in groups] == [((("b",), ("c",)), (1.0, 0.0))]
@@ -340,7 +388,23 @@ def test_the_same_document_on_both_sides_is_dropped_with_a_count(folder: Path) -
     assert len(read_rows(folder, row)[1]) == 1, "with on_bad=error it stops the run"
 
 
+def test_a_document_judged_both_ways_by_rows_of_its_own(folder: Path) -> None:
+    """R15."""
+    rows = [{"query": "q", "document": d, "label": label} for d, label in (("a", 1), ("b", 1), ("a", 0), ("c", 0))]
+    groups, bad = read_rows(folder, *rows)
+    assert groups == [] and [row.id for row in bad] == ["1"]
+    assert bad[0].reason == f'document both positive and negative: the text "a", by {folder}/rows.jsonl:3 too'
+    groups, bad = read_rows(folder, *rows, on_bad="skip")
+    assert [(g.documents, g.labels, g.repeats, g.contradictory) for g in groups] == [
+        ((("b",), ("c",)), (1.0, 0.0), 0, 2)
+    ]
+    assert bad == []
+    groups, bad = read_rows(folder, rows[0], rows[2], on_bad="skip")
+    assert (groups, [row.kind for row in bad]) == ([], ["document both positive and negative"])
+
+
 def test_twelve_thousand_rows_without_images_and_then_one_with(folder: Path) -> None:
+    """K01."""
     rows = [{"query": "q", "positives": "p", "images": None}] * 12000
     groups, bad = read_rows(folder, *rows, {"query": {"text": "q", "images": ["rgb.png"]}, "positives": "p"})
     assert (len(groups), bad) == (12001, [])
@@ -348,6 +412,7 @@ def test_twelve_thousand_rows_without_images_and_then_one_with(folder: Path) -> 
 
 
 def test_a_row_of_no_known_form_is_told_its_keys_and_a_right_row(folder: Path) -> None:
+    """K07."""
     _, bad = read_rows(folder, {"question": "q", "answer": "a"})
     assert bad[0].reason == (
         'unknown format: its keys are answer, question; a row looks like {"query": "...", "positives": ["..."], '
@@ -359,9 +424,16 @@ def test_columns_are_renamed(folder: Path) -> None:
     row = {"question": "q", "answer": "a", "wrong": ["b"]}
     columns = {"query": "question", "positives": "answer", "negatives": "wrong"}
     groups, bad = read_rows(
-        folder, row, {"query": "q", "positives": "a", "wrong": "b"}, {"question": "q"}, columns=columns
+        folder,
+        row,
+        {"query": "q", "positives": "a", "wrong": "b"},
+        {"question": "q"},
+        {**row, "wrong": None},
+        columns=columns,
     )
-    assert [group.documents for group in groups] == [(("a",), ("b",))] * 2
+    assert [group.documents for group in groups] == [(("a",), ("b",))] * 2 + [(("a",),)], (
+        "null is a column all the same"
+    )
     assert bad[0].reason == "no column answer for dataset.columns.positives; its keys are question"
 
 

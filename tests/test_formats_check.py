@@ -53,6 +53,7 @@ def rows(tmp_path: Path) -> Path:
 
 
 def test_bad_rows_stop_the_run(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """I01, K08: each with its reason."""
     plan: Any = Plan(tmp_path, train=str(rows))
     assert main(plan) == 2
     _, err = capsys.readouterr()
@@ -89,6 +90,7 @@ def test_bad_rows_are_skipped_and_counted(rows: Path, tmp_path: Path, capsys: py
 def test_too_many_bad_rows_stop_a_run_that_skips_them(
     rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """K08."""
     plan: Any = Plan(tmp_path, train=str(rows), on_bad="skip", max_bad_fraction=0.4)
     assert main(plan) == 2
     err = capsys.readouterr().err
@@ -125,12 +127,20 @@ def test_lengths_leave_out_what_the_data_check_left_out(
 def test_nothing_usable_is_an_error_even_when_skipping(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
 ) -> None:
+    """K07."""
     (tmp_path / "rows.jsonl").write_text(text)
     plan: Any = Plan(tmp_path, train=str(tmp_path / "rows.jsonl"), on_bad="skip")
     assert main(plan) == 2
     err = capsys.readouterr().err
     assert message in err
     assert "on_bad=skip" not in err
+
+
+def test_a_part_without_a_row_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"query": "q", "positives": "p", "negatives": "n"}\n')
+    plan: Any = Plan(tmp_path, train=str(tmp_path / "rows.jsonl"), eval_fraction=1e-6)
+    assert main(plan) == 2
+    assert f"dataset.eval_fraction=1e-06 leaves no eval row of {tmp_path}/rows.jsonl" in capsys.readouterr().err
 
 
 def test_many_bad_rows_are_counted_and_twenty_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

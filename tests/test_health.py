@@ -52,6 +52,7 @@ def bad_steps(precision: str = "bf16", **loss: Any) -> health.BadSteps:
     ],
 )
 def test_bad_steps_in_a_row_end_a_run(losses: list[float], stops_at: int | None, words: str) -> None:
+    """G01, G08."""
     bad, raised = bad_steps(), None
     for step, loss in enumerate(losses, start=1):
         fault = bad.note(step, loss, 4, skipped=False)
@@ -67,7 +68,28 @@ def test_bad_steps_in_a_row_end_a_run(losses: list[float], stops_at: int | None,
     assert bad.total == sum(not math.isfinite(loss) or loss == 0 for loss in losses[:stops_at])
 
 
+def test_a_loss_that_may_be_zero_is_only_warned_of() -> None:
+    for name, wanted in (("custom", 1), ("listwise", 0)):
+        bad = bad_steps(name=name)
+        losses = [0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+        said = [text for step, loss in enumerate(losses, start=1) if (text := bad.idle(step, loss, 4))]
+        assert len(said) == wanted and all("step 6: the loss was exactly 0 for 3 steps" in text for text in said)
+    assert bad_steps(name="custom").note(1, 0.0, 4, skipped=False) is None
+
+
+def test_bad_steps_are_counted_across_a_resume() -> None:
+    bad, again = bad_steps(), bad_steps()
+    for step in (1, 2):
+        bad.check(bad.note(step, NAN, 4, skipped=False), None, whole_run=False)
+    again.go_on(bad.saved())
+    with pytest.raises(TrainingError, match="3 steps in a row"):
+        again.check(again.note(3, NAN, 4, skipped=False), None, whole_run=False)
+    again.go_on({})
+    assert (again.total, again.in_a_row) == (0, 0)
+
+
 def test_skipped_steps_of_fp16_say_where_the_loss_scale_is() -> None:
+    """G03."""
     bad = bad_steps("fp16")
     for step in (1, 2):
         bad.check(bad.note(step, 0.7, 4, skipped=True), 4.0, whole_run=False)
@@ -142,11 +164,25 @@ def _detached(out: Any) -> Any:
     return out
 
 
+def test_images_that_nothing_depends_on_are_warned_of(tmp_path: Path, rank: Rank) -> None:
+    """I19."""
+    plan = tiny_plan(tmp_path)
+    processor = processors.load_processor(plan)
+    scorer = build_scorer(plan, processor, torch.device("cpu"))
+    maker = StepMaker(plan, make_encoder(plan, processor), Pixels(processor), rank=0, padded=True, warn=print)
+    words, images = (maker.training(GROUPS[name]).micro_batches for name in ("text", "image documents"))
+    assert health.unseen_pixels(scorer, words, rank) is None
+    assert health.unseen_pixels(scorer, images, rank) is None
+    scorer.core.visual.register_forward_pre_hook(lambda module, args: (torch.zeros_like(args[0]), *args[1:]))
+    assert "does it see them" in (health.unseen_pixels(scorer, images, rank) or "")
+
+
 @pytest.mark.parametrize(
     ("tune", "spoil", "part"),
     [({**LORA, "vision": "frozen", "projector": "frozen"}, reentrant, "language"), (LORA, cut, "vision")],
 )
 def test_weights_without_a_gradient_are_named(tmp_path: Path, rank: Rank, tune: Any, spoil: Any, part: str) -> None:
+    """Z08."""
     watch, step = first_step(tiny_plan(tmp_path, tune=tune), ("text", "image documents"), spoil)
     batches = step()
     with pytest.raises(TrainingError, match=rf"weights of {part} got no gradient in step 1, the first is model"):
@@ -154,6 +190,7 @@ def test_weights_without_a_gradient_are_named(tmp_path: Path, rank: Rank, tune: 
 
 
 def test_ranks_that_begin_differently_are_named(rank: Rank) -> None:
+    """G09."""
     weights = [("a", torch.randn(3, 5)), ("b", torch.tensor(2.0))]
     one = health.digests(weights, torch.float32)
     assert health.digests([(name, value.clone()) for name, value in weights], torch.float32) == one

@@ -19,6 +19,7 @@ from launcher.planning.hosts import parse_hostfile, render_hosts
 from launcher.planning.placement import check_loopback
 from launcher.planning.ranges import expand_list
 from launcher.planning.selection import filter_hosts, limit_gpus, take_nodes
+from launcher.planning.visible import through_visible
 from launcher.resources import hostfiles_dir
 from launcher.spec import Host
 
@@ -117,6 +118,19 @@ def test_fields_behind_slots() -> None:
     assert second == Host(name="2001:db8::11", gpus=(0,))
 
 
+def test_weights_of_gpus() -> None:
+    a, b, c = parse_hostfile("a slots=3 weight=1,1,2\nb slots=4 gpus=3,0 weight=3,0.5\nc slots=2 weight=2\n", "f")
+    assert (a.weights, b.gpus, b.weights) == ((1.0, 1.0, 2.0), (0, 3), (0.5, 3.0))
+    # LOCAL_RANK is the rank modulo the ranks of its host: b begins with rank 3, on its second GPU.
+    assert (a.speeds(0), b.speeds(3), c.speeds(5)) == ([1.0, 1.0, 2.0], [3.0, 0.5], [2.0, 2.0])
+    assert limit_gpus([a], [1, 2])[0].weights == (1.0, 2.0)
+    assert filter_hosts([a], None, "a:0")[0].weights == (1.0, 2.0)
+    turned = through_visible(a, [7, 1, 4])
+    assert (turned.gpus, turned.weights) == ((1, 4, 7), (1.0, 2.0, 1.0))
+    (d,) = parse_hostfile("d slots=2 weight=auto\n", "f")
+    assert (d.weight, d.speeds(0)) == ("auto", [1.0, 1.0])
+
+
 @pytest.mark.parametrize(
     ("line", "text"),
     [
@@ -133,6 +147,9 @@ def test_fields_behind_slots() -> None:
         ("a slots=2 slots=3", "stands twice"),
         ("a slots=2 weight=0", "no number above 0"),
         ("a slots=2 weight=nan", "no number above 0"),
+        ("a slots=2 weight=1,x", "no number above 0"),
+        ("a slots=2 weight=1,2,3", "has 3 numbers for 2 GPUs"),
+        ("a slots=2 weight=auto\nb slots=2 weight=2", "measures all ranks of a run, and another line has numbers"),
         ("a slots=-1", "slots must be >= 1"),
         ("a slots=2 fast", "is no KEY=VALUE"),
         ("slots=4 a", "the host name comes first"),
@@ -170,8 +187,13 @@ HOST = st.builds(
     port=st.none() | st.integers(1, 65535),
     user=st.none() | words(r"[a-z][a-z0-9]{0,4}"),
     iface=st.none() | words(r"[a-z]{2,4}[0-9]"),
-    weight=st.none() | st.floats(0.001, 1e6),
+    weight=st.none() | st.floats(0.001, 1e6) | st.just("auto"),
 )
+
+
+def alike(hosts: list[Host]) -> bool:
+    """Whether their weights are all measured, or none."""
+    return len({host.weight == "auto" for host in hosts if host.weight is not None}) < 2
 
 
 def different(hosts: list[Host]) -> bool:
@@ -245,7 +267,7 @@ def test_ranges() -> None:
             expand_list(text)
 
 
-@given(st.lists(HOST, min_size=1, max_size=5).filter(different))
+@given(st.lists(HOST, min_size=1, max_size=5).filter(different).filter(alike))
 def test_rendered_hosts_read_back_the_same(hosts: list[Host]) -> None:
     text = render_hosts(hosts)
     assert parse_hostfile(text, "f") == tuple(hosts)

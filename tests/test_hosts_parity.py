@@ -13,11 +13,12 @@ import pytest
 
 from launcher.rundir import RunDir, complete_checkpoints, read_json
 from tests.cluster import Cluster, Host
+from tests.digit_rows import data_words, write_digits
 from tests.slurm import Slurm
 
 STEPS = 3
 JOB = (
-    *("zero=stage3", f"train.max_steps={STEPS}", "dataset.max_rows=24", "batch.global_size=6"),
+    *("zero=stage3", f"train.max_steps={STEPS}", "batch.global_size=6"),
     *("eval.at_start=false", "logging.trackers=[]", "env.set.DS_ACCELERATOR=cpu"),
 )
 
@@ -26,7 +27,8 @@ def train(
     folder: Path, *overrides: str, on: Host, before: Sequence[str] = (), env: dict[str, str] | None = None
 ) -> None:
     """Run the launcher on a host to its end."""
-    argv = [*before, sys.executable, "-m", "launcher", *JOB, f"run.dir={folder}", *overrides]
+    words = [*JOB, *data_words(on.folder / "rows"), f"run.dir={folder}", *overrides]
+    argv = [*before, sys.executable, "-m", "launcher", *words]
     done = on.run(argv, cwd=on.folder, env=env, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -62,26 +64,21 @@ def _as_new(cluster: Cluster) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def one_host(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Losses of two ranks on one host, without a hostfile."""
+    write_digits(cluster.folder / "rows", 24)
     folder = tmp_path_factory.mktemp("one") / "run"
     train(folder, "gpus=2", on=cluster.head)
     return losses(folder)
 
 
-def test_ssh_with_nothing_shared(cluster: Cluster, one_host: list[float]) -> None:
+def test_ssh_with_nothing_shared_and_unequal_slots(cluster: Cluster, one_host: list[float]) -> None:
     """From a head that is no host of the run, to two hosts whose run folders nobody else sees."""
-    folder = cluster.private / "runs" / "two"
-    train(folder, f"cluster.hostfile={cluster.hostfile()}", on=cluster.head)
+    folder = cluster.private / "runs" / "three"
+    hostfile = cluster.hostfile("n1 slots=2", "n2 slots=1")
+    train(folder, f"cluster.hostfile={hostfile}", on=cluster.head)
     here = cluster.head.path(folder)
     assert losses(here) == pytest.approx(one_host, rel=1e-5)
-    check_whole(here, ["n1.0", "n2.1"])
+    check_whole(here, ["n1.0", "n1.1", "n2.2"])
     assert (cluster.hosts[1].path(folder) / "plan.json").is_file()  # it did have a folder of its own
-
-
-def test_ssh_with_unequal_slots(cluster: Cluster, one_host: list[float], runs: Path) -> None:
-    hostfile = cluster.hostfile("n1 slots=2", "n2 slots=1")
-    train(runs / "three", f"cluster.hostfile={hostfile}", on=cluster.head)
-    assert losses(runs / "three") == pytest.approx(one_host, rel=1e-5)
-    check_whole(runs / "three", ["n1.0", "n1.1", "n2.2"])
     # P11: nothing is compiled at the first start, so no lock of a half-built extension can be waited for.
     assert not (cluster.folder / "home" / ".cache" / "torch_extensions").exists()
 

@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 from PIL import Image as Pillow
 
+from launcher.spec import VideoOptions
 from launcher.training import processors
 from launcher.training.images import ImageError, check_image, image_size, open_image, smart_resize
 from launcher.training.media import media_rule
 from launcher.training.pixels import patchify
-from launcher.training.rows import Image
+from launcher.training.rows import Group, Image
+from launcher.training.rowstore import _Tally
 from tests.tiny import tiny_plan
 
 RESIZE_CASES = json.loads((Path(__file__).parent / "cases" / "images" / "smart_resize.json").read_text())["cases"]
@@ -64,6 +66,7 @@ PICTURES: dict[str, tuple[Callable[[], Image], tuple[int, int, int]]] = {
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_every_mode_becomes_rgb_as_seen(name: str) -> None:
+    """I04, I05, I12."""
     make, colour = PICTURES[name]
     image = make()
     picture = open_image(image)
@@ -73,6 +76,7 @@ def test_every_mode_becomes_rgb_as_seen(name: str) -> None:
 
 
 def test_16_bit_grey_is_scaled_not_clipped() -> None:
+    """I05."""
     values = np.asarray(open_image(encoded(ramp16(), "PNG")))[..., 0].reshape(-1)
     assert values.tolist() == (np.arange(64 * 48) * 20 // 257).tolist()
 
@@ -80,6 +84,7 @@ def test_16_bit_grey_is_scaled_not_clipped() -> None:
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "TIFF"])
 @pytest.mark.parametrize(("orientation", "bar"), [(1, "left"), (3, "right"), (6, "top"), (8, "bottom")])
 def test_pictures_stand_upright(format: str, orientation: int, bar: str) -> None:
+    """I03."""
     pixels = np.zeros((32, 64, 3), dtype=np.uint8)
     pixels[:, :8] = (255, 0, 0)  # on the stored left edge
     exif = Pillow.Exif()
@@ -105,6 +110,7 @@ def test_orientation_equals_pillows_own() -> None:
 
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    """I01, I02."""
     noise = np.random.default_rng(0).integers(0, 255, (256, 256, 3), dtype=np.uint8)
     whole = encoded(Pillow.fromarray(noise), "JPEG").data
     assert whole is not None
@@ -126,12 +132,14 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
 
 
 def test_the_contents_decide_not_the_name(tmp_path: Path) -> None:
+    """I02."""
     path = tmp_path / "a name é.jpg"
     Pillow.new("RGB", (8, 8)).save(path, "PNG")
     assert open_image(Image(str(path))).size == (8, 8)
 
 
 def test_bombs_are_refused_from_their_header() -> None:
+    """I10."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         image = encoded(Pillow.new("1", (13400, 13400)), "PNG")
@@ -142,7 +150,8 @@ def test_bombs_are_refused_from_their_header() -> None:
 LOADS_LARGE = """
 import resource, sys
 from launcher.training.images import open_image
-from launcher.training.rows import Image
+from launcher.training.rows import Group, Image
+from launcher.training.rowstore import _Tally
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 picture = open_image(Image(sys.argv[1]), (1024, 512))
 print(*picture.size, picture.getpixel((0, 0)), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
@@ -152,7 +161,7 @@ print(*picture.size, picture.getpixel((0, 0)), (resource.getrusage(resource.RUSA
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize(("mode", "format"), [("1", "PNG"), ("CMYK", "JPEG")])
 def test_large_pictures_take_bounded_memory(tmp_path: Path, mode: str, format: str) -> None:
-    """9500 x 9500 px in a few kB: as RGB pixels they would be 271 MB, in Pillow 361, and as much again to resize."""
+    """I10. 9500 x 9500 px in a few kB: as RGB pixels 271 MB, in Pillow 361, and as much again to resize."""
     path = tmp_path / "large"
     Pillow.new(mode, (9500, 9500), 1 if mode == "1" else 0).save(path, format)
     command = [sys.executable, "-W", "ignore", "-c", LOADS_LARGE, str(path)]
@@ -177,6 +186,17 @@ def test_large_pictures_keep_their_colours_and_orientation() -> None:
     seen = np.asarray(picture)[..., 0] > 128
     assert seen[:520].all() and not seen[530:].any()
     assert open_image(image).size == image_size(image) == (4200, 4200)
+
+
+def test_embedded_bytes_are_not_kept() -> None:
+    """A table of pages may hold more bytes than this machine has memory."""
+    image = encoded(Pillow.new("RGB", (40, 30)), "PNG")
+    before = sys.getrefcount(image)
+    size = image_size(image)
+    tally = _Tally(None, VideoOptions())
+    good = len(tally.check([Group("1", "f:1", None, ("q",), ((image,), (image,)), (1.0, 0.0))]))
+    assert (size, good, tally.summary()["images"]) == ((40, 30), 1, 1)
+    assert sys.getrefcount(image) == before
 
 
 def test_spans_of_a_file(tmp_path: Path) -> None:
@@ -214,6 +234,21 @@ def test_pixel_limits(tmp_path: Path, own: dict, data: dict, size: tuple[int, in
     _, rows, columns = rule.image(dataclasses.replace(picture, **own))
     assert rows >= 2 and columns >= 2
     assert rows * columns // 4 == tokens
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 3), (3, 1), (3, 600), (200, 1)])
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_narrow_pictures_keep_their_channels(tmp_path: Path, size: tuple[int, int], mode: str) -> None:
+    """I06: sides of 1 or 3 pixels are no channels."""
+    processor = processors.load_processor(tiny_plan(tmp_path))
+    rule = media_rule(tiny_plan(tmp_path), processor)
+    image = encoded(Pillow.new(mode, size, (255, 0, 51) if mode == "RGB" else 51), "PNG")
+    assert rule is not None
+    pixels, _ = patchify([open_image(image)], [rule.image(image)], processor.image_processor)
+    red, green, blue = (1.0, -1.0, -0.6) if mode == "RGB" else (-0.6,) * 3
+    channels = pixels.reshape(len(pixels), 3, -1)
+    for number, value in enumerate((red, green, blue)):
+        assert np.allclose(channels[:, number], value, atol=1e-5)
 
 
 def test_limits_that_exclude_each_other_are_named(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from launcher.training import processors
 from launcher.training.encoding import make_encoder
 from launcher.training.lengths import join, measure, too_many
+from launcher.training.rows import too_large
 from tests.groups import group
 from tests.tiny import tiny_plan
 
@@ -38,6 +39,7 @@ def test_what_does_not_fit(loss: str, unfit: list[int], tmp_path: Path) -> None:
     assert sorted({*found.unfit, *more}) == unfit
     if more:
         assert f"200 documents need {found.tokens[3]} tokens in one micro-batch and batch.max_tokens=900" in more[3]
+    assert "it needs 40 tokens" in too_large(ROWS[0], 1, 40, 16) and "documents" not in too_large(ROWS[0], 1, 40, 16)
 
 
 @pytest.mark.parametrize(("drawn", "fits"), [({"max_negatives": 20}, True), ({"max_negatives": 120}, False)])

@@ -76,6 +76,7 @@ def test_value_and_gradient(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["pointwise", *OF_GROUPS])
 def test_groups_apart_and_documents_in_any_order_add_up(name: str) -> None:
+    """R09."""
     scores = torch.tensor(SCORES, requires_grad=True)
     whole = call(LOSSES[name], scores)
     parts = [call(LOSSES[name], scores, slice(a, b)) for a, b in ((0, 3), (3, 7), (7, 8), (8, 8))]
@@ -93,6 +94,7 @@ def test_far_apart_scores_stay_finite(name: str) -> None:
 
 
 def test_several_positives_share_and_no_positive_costs_nothing() -> None:
+    """R10."""
     scores, group = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([0, 0, 0])
     one, other, both = (torch.tensor(x) for x in ([1.0, 0, 0], [0, 1.0, 0], [1.0, 1.0, 0]))
     listwise = LOSSES["listwise"].function

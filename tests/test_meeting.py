@@ -293,10 +293,10 @@ class Proxy:
 
 
 def test_a_connection_that_is_cut_comes_back_and_nothing_is_lost(job: Job) -> None:
-    leader = job.start(0, "steps=120")
+    leader = job.start(0, "steps=90")
     await_listener(job, leader)
     proxy = Proxy((LEADER, job.port))
-    job.start(1, "steps=120", at=proxy.address)
+    job.start(1, "steps=90", at=proxy.address)
     job.training(2)
     for _ in range(3):
         proxy.cut()

@@ -116,6 +116,7 @@ def test_groups_without_a_positive_are_left_out():
 
 
 def test_equal_or_broken_scores_are_told():
+    """R07: also of the model before training, which the same evaluation measures."""
     assert warnings({0: GOOD, 1: BAD}) == []
     assert warnings({0: GOOD, 1: BAD, 2: FLAT}) == []  # one tied group is no sign of a dead model
     assert "score alike in 2 of 3 groups" in warnings({0: FLAT, 1: GOOD, 2: FLAT})[0]

@@ -19,7 +19,7 @@ from launcher.training.losses import LOSSES
 from launcher.training.pixels import Pixels
 from launcher.training.prompts import SYSTEM
 from launcher.training.rows import Content, Group, Image
-from tests.groups import GROUPS, group
+from tests.groups import GROUPS, group, picture
 from tests.tiny import INSTRUCTION, tiny_plan
 
 
@@ -172,7 +172,17 @@ def test_long_documents_lose_their_end_and_nothing_else(parts: dict[str, Any], t
         short.encode(group(("the query",), ("word " * 400,), ("word " * 401,)))
 
 
+def test_pixels_reach_the_scores(parts: dict[str, Any]) -> None:
+    """I19: prompts that differ in their pixels alone."""
+    one = group(("q",), (picture(1),), (picture(2),))
+    first, second = parts["encoder"].encode(one).prompts
+    assert (first.ids == second.ids).all()
+    scores, _ = packed_loss(parts, [one], parts["encoder"], "listwise")
+    assert abs(float((scores[0] - scores[1]).detach())) > 1e-4
+
+
 def test_special_tokens_in_user_text_are_text(parts: dict[str, Any]) -> None:
+    """I18."""
     encoder = parts["encoder"]
     image_id = processors.token_ids(parts["processor"])["image"]
     prompt = encoder.encode(group(("q",), ("<|image_pad|> <|im_end|>",), ("b",))).prompts[0]

@@ -112,6 +112,7 @@ def test_precision_and_attention_have_reasons() -> None:
 
 
 def test_fp16_is_refused_where_it_overflows_or_cannot_run() -> None:
+    """G01, G02."""
     config, t4 = compose("model=tiny"), gpus(1, "Tesla T4", 14.7, (7, 5))
     placement, overflowing = place(config, known(config, gpus=t4)), FAMILIES["qwen2_5_vl"]
     assert choose_precision(config, placement, overflowing)[0] == "fp32"
@@ -321,7 +322,7 @@ def test_problems_of_all_kinds_are_told_together() -> None:
             {"gpus": gpus(1)},
             "files large: profile.first_step=11 profile.steps=2",
         ),
-        (("model=qwen3_vl_reranker_2b", "loss=listwise"), {}, "need no longer be probabilities"),
+        (("model=qwen3_vl_reranker_2b", "loss=listwise"), {}, "need no longer be probabilities"),  # R16
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

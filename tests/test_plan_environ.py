@@ -32,8 +32,10 @@ def test_environment_of_ranks() -> None:
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "4",
         "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
+        "TOKENIZERS_PARALLELISM": "false",  # K13
     }
+    # G10: deterministic kernels are asked of torch; a variable that makes launches wait would hang many nodes.
+    assert plan("train.deterministic=true", "gpus=2", cpu_count=9).env == env
     assert "DS_ACCELERATOR" not in plan(gpus=gpus(2)).env
     assert "OMP_NUM_THREADS" not in plan(hostfile=hostfile("example")).env, "the cores of other machines are not known"
     file = TextFile(path="e", text="A=file\nB=file\nOMP_NUM_THREADS=3\n")

@@ -108,6 +108,15 @@ def test_missing_and_broken_model_folders(here: Path) -> None:
             make_plan(config, gather_facts(config), now=NOW)
 
 
+def test_a_folder_without_an_adapter_is_told_before_a_run_starts(here: Path) -> None:
+    words = ("model=tiny", "tune=lora", f"model.adapter={here}/none")
+    (problem,) = gather_facts(compose(*words)).problems
+    assert "no adapter_config.json in it" in problem.text
+    (here / "none").mkdir()
+    (here / "none" / "adapter_config.json").touch()
+    assert gather_facts(compose(*words)).problems == ()
+
+
 def test_missing_weight_files_are_named(here: Path) -> None:
     folder = here / "model"
     folder.mkdir()

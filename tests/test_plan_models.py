@@ -198,12 +198,14 @@ def test_what_full_tuning_trains() -> None:
     ],
 )
 def test_target_modules_that_miss_or_reach_too_far(tune: dict[str, Any], text: str) -> None:
+    """Z13."""
     problems = check_targets(shape_of("tiny"), TuneConfig(name="lora", **tune))
     assert text in problems[0].text
     assert problems[0].tries
 
 
 def test_default_expressions_keep_to_their_part() -> None:
+    """Z13: the tower trains on request only."""
     shape = shape_of("tiny")
     for part in LORA_PARTS:
         tune = TuneConfig(name="lora", **{**dict.fromkeys(LORA_PARTS, "frozen"), part: "lora"})

@@ -24,6 +24,7 @@ CLASSIFY = (*SFT[:3], "task=classify")
         (("model=tiny", "task=rerank", "eval.metric=accuracy"), "is not measured with task=rerank"),
         ((*SFT, "tune=lora", "tune.head=full"), "the head of this model is its embeddings"),
         ((*CLASSIFY, "tune.head=full"), "tune.head=full has no effect with task=classify"),
+        ((*CLASSIFY, "tune=lora", "checkpoint.merge=false"), "the head of the classes is no part of the base model"),
         ((*SFT, "task.instruction=x"), "task.instruction=x has no effect with task=sft"),
     ],
 )

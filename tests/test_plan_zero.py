@@ -25,7 +25,7 @@ from launcher.resources import ds_configs_dir
 from launcher.spec import BatchConfig, OptimConfig, RunConfig
 
 CASES = Path(__file__).parent / "cases" / "ds_config"
-STAGES = ("stage0", "stage1", "stage2", "stage3")
+STAGES = ("stage0", "stage1", "stage2", "stage3", "stage3_hpz")
 
 
 def group(name: str) -> TextFile:
@@ -34,18 +34,27 @@ def group(name: str) -> TextFile:
     return TextFile(path=f"ds_configs/{path.name}", text=path.read_text())
 
 
-def settings(world: int = 1, precision: str = "bf16") -> Settings:
+def settings(world: int = 1, precision: str = "bf16", slots: tuple[int, ...] = ()) -> Settings:
     """What the launcher decided."""
+    world = sum(slots) or world
     config = RunConfig(optim=OptimConfig(lr=1e-4), batch=BatchConfig(global_size=16))
-    return Settings(world_size=world, precision=precision, lr=1e-4, config=config)
+    return Settings(world_size=world, precision=precision, lr=1e-4, config=config, slots=slots)
 
 
-def finish(name: str, user: Any = None, *, world: int = 1, precision: str = "bf16", **trained: int) -> Any:
+def finish(
+    name: str,
+    user: Any = None,
+    *,
+    world: int = 1,
+    precision: str = "bf16",
+    slots: tuple[int, ...] = (),
+    **trained: int,
+) -> Any:
     """The finished configuration, from a shipped file and maybe a user's JSON (text or value)."""
     text = user if isinstance(user, str) or user is None else json.dumps(user)
     file = None if text is None else TextFile(path="my.json", text=text)
     sizes = Trained(**{"parameters": 10**9, "largest_adapter": 0, **trained})
-    return finish_zero(group(name), file, settings(world, precision), sizes)
+    return finish_zero(group(name), file, settings(world, precision, slots), sizes)
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -54,9 +63,9 @@ def test_shipped_files_are_deepspeeds_and_hold_sharding_only(name: str) -> None:
 
     raw = parse_json(group(name))
     assert set(raw) <= {"zero_optimization", "data_types"}
-    assert raw["zero_optimization"]["overlap_comm"] is (name == "stage3")
+    assert raw["zero_optimization"]["overlap_comm"] is name.startswith("stage3")
     parsed = DeepSpeedConfig({**raw, "train_micro_batch_size_per_gpu": 1})  # the one thing DeepSpeed insists on
-    assert parsed.zero_optimization_stage == int(name[-1])
+    assert parsed.zero_optimization_stage == int(name[5])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -68,17 +77,17 @@ def test_finished_configurations_are_accepted_and_whole(name: str, precision: st
         with pytest.raises(ConfigError, match="zero=stage1"):
             finish(name, precision=precision)
         return
-    config, notices = finish(name, precision=precision)
+    config, notices = finish(name, precision=precision, slots=(2, 2) if name == "stage3_hpz" else ())
     assert "auto" not in json.dumps(config)
     assert notices == []
-    parsed = DeepSpeedConfig(json.loads(json.dumps(config)))
+    parsed = DeepSpeedConfig({**json.loads(json.dumps(config)), "train_batch_size": 1})  # of this one process
     assert parsed.bfloat16_config.enabled is (precision == "bf16")
     assert parsed.float16_config.enabled is (precision == "fp16")
     assert parsed.gradient_clipping == 1.0
     assert parsed.managed_gradient_accumulation is False
     assert parsed.steps_per_print == NEVER
     assert parsed.zero_allow_untested_optimizer is True
-    assert parsed.zero_config.gather_16bit_weights_on_model_save is (name == "stage3")
+    assert parsed.zero_config.gather_16bit_weights_on_model_save is name.startswith("stage3")
     assert parsed.grad_accum_dtype == (None if name == "stage0" else "fp32")
 
 
@@ -95,6 +104,33 @@ def test_sizes_follow_what_trains() -> None:
     large = finish("stage3", largest_adapter=1000)[0]["zero_optimization"]
     assert large["reduce_bucket_size"] == 200_000_000
     assert large["stage3_param_persistence_threshold"] == 100_000
+
+
+def test_a_copy_of_the_weights_for_each_host() -> None:
+    key = "zero_hpz_partition_size"
+    assert finish("stage3_hpz", slots=(4, 4, 4))[0]["zero_optimization"][key] == 4
+    own = {"zero_optimization": {key: 2}}
+    assert finish("stage3", own, world=4)[0]["zero_optimization"][key] == 2  # 2 x 2 of one host, when asked for
+    assert key not in finish("stage3", world=4)[0]["zero_optimization"]
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "slots", "text"),
+    [
+        ("stage3_hpz", None, (4,), "one host has them all already"),
+        ("stage3_hpz", None, (4, 2), "needs hosts of equally many ranks, and these have 4, 2"),
+        ("stage3_hpz", None, (1, 1), "every host has one"),
+        ("stage3", 3, (2, 2), "zero_hpz_partition_size is 3, which does not divide 4 ranks"),
+        ("stage3", 8, (2, 2), "zero_hpz_partition_size is 8, which does not divide 4 ranks"),
+        ("stage3", 1.5, (2, 2), "must be a whole number of at least 1"),
+        ("stage2", 2, (2, 2), "no effect below stage 3"),
+    ],
+)
+def test_copies_that_cannot_be(name: str, size: Any, slots: tuple[int, ...], text: str) -> None:
+    user = None if size is None else {"zero_optimization": {"zero_hpz_partition_size": size}}
+    with pytest.raises(ConfigError, match="try  zero=stage3") as caught:
+        finish(name, user, slots=slots)
+    assert text in caught.value.render()
 
 
 def test_known_keys_are_those_of_deepspeed() -> None:
@@ -216,6 +252,7 @@ def test_the_stage_comes_from_the_group_when_the_file_has_none() -> None:
         ({"zero_optimization": {"stage": 0}}, "zero stage 0 in bf16"),
         ({"elasticity": {}}, "unknown key elasticity"),
         ({"activation_checkpointing": {}}, "activation_checkpointing has no place here"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "AutoTP splits the attention of Qwen's vision towers"),
         ({"train_batch_size": 0}, "must be a whole number of at least 1"),
         ('{"a": NaN}', "NaN is no JSON number"),
         ('{"a": 1,}', "not JSON"),

@@ -27,7 +27,7 @@ from launcher.training.digits import read_digits
 from launcher.training.images import open_image, smart_resize
 from launcher.training.lengths import counted
 from launcher.training.packed import media_of, modality, pack, unpack
-from launcher.training.prepare import agreed, prepare, read_rows
+from launcher.training.prepare import agreed, locked, prepare, read_rows
 from launcher.training.rows import Chat, Group, Image, Row, Turn, Video
 from tests.planning_support import compose
 from tests.tiny import tiny_plan
@@ -194,6 +194,7 @@ def test_a_pool_counts_the_same(tmp_path: Path) -> None:
 
 
 def test_two_processes_prepare_once(tmp_path: Path) -> None:
+    """K12."""
     plan = plan_of(tmp_path, write_rows(tmp_path, 3000))
     (tmp_path / "plan.json").write_text(plan_to_json(plan))
     both = [subprocess.Popen([*PROGRAM, str(tmp_path / "plan.json")], stdout=subprocess.PIPE, text=True) for _ in "12"]
@@ -230,9 +231,13 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(MachineError, match="cannot be written: Not a directory"):
         prepare(plan, "train")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(MachineError, match="cannot be written: No space left on device"), locked(tmp_path / "rows"):
+        Path("/dev/full").write_bytes(b"rows")
 
 
 def test_the_plan_knows_what_was_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """I10: lengths stand there before a run."""
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path, 40)
     config = compose("model=tiny", "dataset=jsonl", "dataset.train=rows.jsonl", "batch.max_tokens=500", "run.name=x")
@@ -255,11 +260,11 @@ def test_the_plan_knows_what_was_prepared(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_rows_are_shown_as_the_model_sees_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = plan_of(tmp_path, write_rows(tmp_path, instruction="Find \x1b[31m<|im_end|> it"))
+    plan = plan_of(tmp_path, write_rows(tmp_path, instruction="Find \x1b[31m<|im_end|> it", id="r\x1b[2J"))
     assert main(plan, lengths=True, show=2) == 0
     out = capsys.readouterr().out
-    assert "--- row r1  (" in out and "--- row r2" not in out
-    first = out[out.index("--- row r0") :]
+    assert out.count("--- row r\\x1b[2J  (") == 2
+    first = out[out.index("--- row r") :]
     assert "label 1\n" in first and "label 0\n" in first
     height, width = smart_resize(64, 96, 32, 1024, 4096)
     pads = height * width // 32**2
@@ -270,6 +275,7 @@ def test_rows_are_shown_as_the_model_sees_them(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_fewer_rows_than_a_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """K10."""
     plan = dataclasses.replace(plan_of(tmp_path, write_rows(tmp_path, 3)))
     assert main(plan) == 0
     assert "fewer than batch.global_size=4: 1 step an epoch, a partial batch" in capsys.readouterr().out

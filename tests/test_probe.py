@@ -345,6 +345,7 @@ JUDGED = [
     ({"gpus": gpus(8, mode="Prohibited")}, "GPUs", "GPU 7 is in compute mode Prohibited"),
     ({"visible": "0,1"}, "GPUs", "CUDA_VISIBLE_DEVICES=0,1 is set there, and slots 0,1,2,3,4,5,6,7 are not in it"),
     ({"visible": "MIG-1234"}, "GPUs", "CUDA_VISIBLE_DEVICES=MIG-1234"),
+    # K14: no data worker needs it, NCCL does
     ({"shm": {"free": 2**20}}, "/dev/shm", "1 MiB are free in /dev/shm, and 8 GPUs need about 256 MiB"),
     ({"programs": {"nsys": None}}, "profiler", "needs nsys"),
     ({"twins": [7]}, "started twice", "this very command runs there too (pid 7)"),

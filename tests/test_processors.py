@@ -107,6 +107,8 @@ def test_too_small_a_vocabulary_is_a_config_error() -> None:
 
 
 def test_words_of_two_tokens_are_refused(tiny: Any) -> None:
+    """R04."""
+
     class Processor:
         tokenizer = build_tokenizer(512, published=False)
 
@@ -117,6 +119,8 @@ def test_words_of_two_tokens_are_refused(tiny: Any) -> None:
 
 @pytest.mark.parametrize("flag", [{}, {"add_generation_prompt": True}])
 def test_reranker_template_is_the_published_prompt(tiny: Any, flag: dict[str, bool]) -> None:
+    """R03: the answer's beginning stands there once."""
+
     def render(query: Any, document: Any, *extra: dict[str, str], **options: Any) -> str:
         messages = [*extra, {"role": "query", "content": query}, {"role": "document", "content": document}]
         text: str = tiny.apply_chat_template(messages, chat_template="reranker", tokenize=False, **flag, **options)
@@ -131,6 +135,7 @@ def test_reranker_template_is_the_published_prompt(tiny: Any, flag: dict[str, bo
 
 
 def test_reranker_template_refuses_other_roles(tiny: Any) -> None:
+    """R02."""
     with pytest.raises(Exception, match="role query"):
         tiny.apply_chat_template([{"role": "user", "content": "q"}], chat_template="reranker", tokenize=False)
 
@@ -156,6 +161,26 @@ def test_saved_and_loaded_again(tiny: Any, tmp_path: Path) -> None:
     batch = loaded(text=[text], images=[Pillow.new("RGB", (64, 64))], return_tensors="pt")
     assert batch["image_grid_thw"].tolist() == [[1, 2, 2]]
     assert (batch["input_ids"] == token_ids(loaded)["image"]).sum() == 1
+
+
+def test_a_folder_with_other_templates_or_a_larger_tokenizer(tiny: Any, tmp_path: Path) -> None:
+    """R12: whatever templates a folder has, ours scores; Z11: embeddings are never resized."""
+    tiny.save_pretrained(tmp_path)
+    plan: Any = Plan({"text_config": {"vocab_size": 512}}, path=str(tmp_path))
+    reranker = tmp_path / "additional_chat_templates" / "reranker.jinja"
+    reranker.write_text("{{ messages[9].content }}")
+    (tmp_path / "chat_template.jinja").unlink()
+    chat = [{"role": "user", "content": "q"}]
+    pair = [{"role": "query", "content": "q"}, {"role": "document", "content": "d"}]
+    for _ in range(2):
+        loaded = load_processor(plan)
+        assert "q" in loaded.apply_chat_template(chat, tokenize=False)
+        assert "<Query>:q\n<Document>:d" in loaded.apply_chat_template(pair, chat_template="reranker", tokenize=False)
+        if reranker.exists():  # then without any template
+            reranker.unlink()
+    plan.arch["text_config"]["vocab_size"] = len(loaded.tokenizer) - 1
+    with pytest.raises(ConfigError, match="tokens and the model's embeddings"):
+        load_processor(plan)
 
 
 def test_a_folder_without_a_processor_is_a_config_error(tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ def test_parts_of_a_step_fit_into_it(outcomes: Path) -> None:
 
 
 def test_every_change_of_phase_is_an_event(outcomes: Path) -> None:
-    start = ["reading data", "loading model", "starting DeepSpeed", "training"]
+    start = ["loading model", "starting DeepSpeed", "training"]
     for name, after in (("none", []), ("stopped", ["saving"])):
         events = lines(RunDir(outcomes / name).events)
         assert [line["phase"] for line in events if line["event"] == "phase"] == start + after

@@ -44,12 +44,14 @@ def test_plain_lines_are_few(tmp_path: Path) -> None:
         append_json(run.metrics, step(number, time.time()))
         progress.update({0: {"phase": "training"}})
     append_json(run.metrics, {"kind": "eval", "step": 50, "eval/ndcg@10": 0.97, "groups": 8})
+    append_json(run.events, {"time": 0.0, "event": "early_stop", "step": 50, "evaluations": 3})
     progress.update({0: {"phase": "evaluating"}})
     lines = out.getvalue().splitlines()
     assert lines[0] == "loading model"
     assert lines[1] == "step 1/50  loss 0.5000  lr 3.00e-03  grad norm 1.25  31.0 queries/s  4,200 tokens/s"
     assert lines[2].startswith("step 50/50")
-    assert lines[3:] == ["evaluated at step 50: ndcg@10 0.9700"]
+    assert "evaluated at step 50: ndcg@10 0.9700" in lines[3:]
+    assert "stopped early at step 50: 3 evaluations in a row without a new best" in lines[3:]
 
 
 def test_past_of_a_resumed_run_is_not_shown_again(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -109,6 +110,17 @@ def test_the_agent_and_the_data_check_load_little() -> None:
     assert {module for module in modules if under(module, third_party)} == set()
     modules = loaded_after("import launcher.training.check")
     assert {module for module in modules if under(module, {"torch", "deepspeed", "hydra", "omegaconf"})} == set()
+
+
+def test_nothing_is_read_in_a_form_that_can_run_code() -> None:
+    """C12: checkpoints are safetensors and JSON."""
+    unsafe = {"pickle", "marshal", "shelve", "dill", "joblib", "cloudpickle"}
+    called = re.compile(r"\b(torch|np|numpy|yaml)\.load\(|trust_remote_code=True")
+    for file in PACKAGE.rglob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        assert not called.search(text), file
+        if any(name in text for name in unsafe):  # a word in a comment does no harm
+            assert not unsafe & imports(file), file
 
 
 def test_plan_answers_without_torch(tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def test_weights_from_files_come_out_the_same(tmp_path: Path, quantized: Any, ba
 
 
 def test_bits_in_the_wrong_place_are_noticed(base: Any, tmp_path: Path) -> None:
+    """Z16."""
     scorer, (made, _) = built(tmp_path)
     model = scorer.model
     with pytest.raises(RuntimeError, match="4 bits did not come where they belong"):
@@ -114,6 +115,7 @@ def test_adapters_get_the_gradients_of_the_dequantised_model(quantized: Any) -> 
 
 
 def test_the_plan_counts_4_bits_and_refuses_stage_3() -> None:
+    """Z09."""
     words = ("model=qwen3_vl_8b", "dataset.train=/t.jsonl", "gpus=1")
     whole, four = (plan(*words, f"tune={name}", gpus=gpus(1)) for name in ("lora", "qlora"))
     saved = whole.memory["frozen weights"] - four.memory["frozen weights"]

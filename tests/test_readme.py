@@ -16,10 +16,18 @@ from pathlib import Path
 
 import pytest
 
+from launcher.errors import ConfigError
+from launcher.planning.config import read_config
+
 REPO = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "CONTRIBUTING.md")
+PAGES = ("README.md", "README.zh-CN.md", "CONTRIBUTING.md")
 README = (REPO / "README.md").read_text(encoding="utf-8")
-BLOCK = re.compile(r"<!-- (?P<mark>[^>]+) -->\n```\w+\n(?P<body>.*?)```", re.DOTALL)
+CHINESE = (REPO / "README.zh-CN.md").read_text(encoding="utf-8")
+# A plan asks for the disk space of its checkpoints: more than a machine that runs tests may have.
+NO_CHECKPOINTS = (
+    " checkpoint.every_steps=null checkpoint.at_end=false checkpoint.keep_best=false checkpoint.export=false"
+)
+BLOCK = re.compile(r"<!-- (?P<mark>[^>]+) -->\n```\w*\n(?P<body>.*?)```", re.DOTALL)
 
 
 def blocks(mark: str) -> list[str]:
@@ -67,7 +75,7 @@ def test_a_quick_command_succeeds(line: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("line", commands("plan"))
 def test_a_run_plans(line: str, folder: Path) -> None:
-    done = run(line.replace("-m launcher", "-m launcher plan", 1), folder)
+    done = run(line.replace("-m launcher", "-m launcher plan", 1) + NO_CHECKPOINTS, folder)
     assert done.returncode == 0, done.stderr
 
 
@@ -89,7 +97,11 @@ def test_make_targets_exist(page: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_files_named_exist(page: str) -> None:
-    named = set(re.findall(r"`((?:launcher|conf|ds_configs|hostfiles|tests)/[\w./-]*)`", (REPO / page).read_text()))
+    named = set(
+        re.findall(
+            r"`((?:launcher|conf|ds_configs|hostfiles|tests)/[\w./-]*)`", (REPO / page).read_text(encoding="utf-8")
+        )
+    )
     assert named
     assert [name for name in sorted(named) if not (REPO / name).exists() and "NAME" not in name] == []
 
@@ -97,3 +109,42 @@ def test_files_named_exist(page: str) -> None:
 def test_every_group_is_in_the_table() -> None:
     groups = {entry.name for entry in (REPO / "conf").iterdir() if entry.is_dir()}
     assert groups - set(re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE)) == set()
+
+
+def test_the_chinese_page_has_the_same_commands_files_rows_and_headings() -> None:
+    """So that what is held of one page is held of both, and nothing runs twice."""
+    assert BLOCK.findall(CHINESE) == BLOCK.findall(README)
+    for same in (r"^#+ ", r"^[|] ?", r"^- ", r"^python -m launcher [^#\n]*[^# \n]", r"^```\w*"):
+        assert re.findall(same, CHINESE, re.MULTILINE) == re.findall(same, README, re.MULTILINE)
+    english, chinese = (set(re.findall(r"`[^`\n]+`|https?://[^\s>)`]+|RESULTS.md", page)) for page in (README, CHINESE))
+    assert english ^ chinese == set()
+    assert "](README.zh-CN.md)" in README and "](README.md)" in CHINESE
+
+
+def foreign_flags(column: int) -> list[tuple[list[str], str]]:
+    """Words of one column of the table of other tools (`a: b` of YAML as a=b), each cell with the one that has ours."""
+    table = README.split("| `swift sft` |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    found = []
+    for line in table:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        for typed in re.findall(r"`([^`]+)`", cells[column]):
+            words = re.sub(r"^[a-z][\w-]+ (?:export )?(?=--)", "", typed).replace(": ", "=").split()
+            if words[0] != "llamafactory-cli":
+                found.append(
+                    (words if "--" in typed or "=" in words[0] else [f"--{word}=1" for word in words], cells[-1])
+                )
+    return found
+
+
+@pytest.mark.parametrize("column", [0, 1])
+def test_a_flag_of_another_tool_is_answered_with_the_key_of_the_table(column: int) -> None:
+    flags = foreign_flags(column)
+    assert len(flags) > 10
+    with pytest.raises(ConfigError) as caught:
+        read_config([word for words, _ in flags for word in words])
+    for words, ours in flags:
+        said = "|".join(map(re.escape, words))
+        answers = [problem for problem in caught.value.problems if re.match(rf"({said})[ :]", problem.text)]
+        assert answers, words
+        tries = " ".join(line for problem in answers for line in problem.tries)
+        assert {word.partition("=")[0].strip("'") for word in tries.split()} <= set(re.findall(r"[\w.]+", ours)), words

@@ -161,6 +161,13 @@ def test_key_numbers_are_those_of_the_files(run: RunDir) -> None:
     assert tiles["steps"] == "200"
 
 
+def test_an_early_stop_is_told(run: RunDir) -> None:
+    line = {"time": 0.0, "event": "early_stop", "step": 200, "evaluations": 3}
+    with open(run.events, "a") as file:
+        file.write(json.dumps(line) + "\n")
+    assert "of 200, stopped early: no new best (eval.patience)" in page(run).text
+
+
 def test_plan_against_reality_is_right(run: RunDir) -> None:
     memory = json.loads(run.plan.read_text())["memory"]
     whole, inside = sum(memory.values()) / 2**30, (sum(memory.values()) - memory["context"]) / 2**30
@@ -313,6 +320,13 @@ def test_long_run_stays_small_and_says_what_is_left_out(run: RunDir) -> None:
     assert max(y for y in found.figures["loss"]["data"][0]["y"] if y is not None) == 9.5
     assert "The loss was not finite in 1 step, first in step 500" in found.text
     assert run.report.stat().st_size < 6e6
+
+
+def test_the_best_lies_on_its_line(run: RunDir) -> None:
+    entries = [{"kind": "eval", "step": 100, "eval/ndcg@10": 0.123456789, "time": START + 1.0}]
+    write_lines(run.metrics, [*steps_of(run), *entries])
+    first, *_, best = page(run).figures["eval"]["data"]
+    assert best["name"] == "best" and best["y"] == first["y"]
 
 
 def test_smoothing_starts_at_the_first_value_and_skips_gaps() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,14 @@ def read(
     task: str = "rerank",
     loss: str = "pointwise",
     split: str = "train",
+    metric: str = "auto",
     **more: Any,
 ) -> tuple[list[Any], list[BadRow]]:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = DatasetConfig(name="jsonl", train=str(path), eval=str(path), **more)
-    return read_split(RunConfig(dataset=data, task=TaskConfig(name=task), loss=LossConfig(name=loss)), split)
+    config = RunConfig(dataset=data, task=TaskConfig(name=task), loss=LossConfig(name=loss))
+    return read_split(replace(config, eval=replace(config.eval, metric=metric)), split)
 
 
 def group_of(folder: Path, row: dict[str, Any], name: str) -> Group:
@@ -281,7 +284,7 @@ def test_chats(folder: Path, name: str, row: dict[str, Any]) -> None:
 
 
 def test_tags_of_chats_must_match_their_media(folder: Path) -> None:
-    """The same rows as rerankers are in test_formats; here each has an answer."""
+    """I16. The same rows as rerankers are in test_formats; here each has an answer."""
     for name in ("rgb.png", "rgba.png"):
         Pillow.new("RGB", (8, 8)).save(folder / name)
     rows = [json.loads(line) for line in (CASES / "placeholder_counts.jsonl").read_text().splitlines()]
@@ -293,6 +296,28 @@ def test_tags_of_chats_must_match_their_media(folder: Path) -> None:
         ("two_images_one_tag", "one_image_two_tags", "tag_no_image", "tag_in_answer"),
         "<image> tags do not match images",
     )
+
+
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        ({"imgs": ["a.png"]}, "imgs"),
+        ({"objects": {"ref": [], "bbox": [[1, 2, 3, 4]]}}, "objects"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"picture": "a.png"}, "picture"),
+        (
+            {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [1]}]},
+            "tool_calls",
+        ),
+        ({"messages": [{"role": "assistant", "content": "a", "reasoning_content": "because"}]}, "reasoning_content"),
+    ],
+)
+def test_a_chat_loses_nothing_that_it_brings(folder: Path, more: dict[str, Any], key: str) -> None:
+    """I19: what would be dropped in silence is refused by its name."""
+    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], **more}
+    chats, bad = read(folder, row, task="sft")
+    assert chats == [] and bad[0].reason.startswith(f"unknown key: {key}")
+    assert len(read(folder, {**row, "messages": [{"role": "assistant", "content": "a"}], key: []}, task="sft")[0]) == 1
 
 
 def test_labelled_rows(folder: Path) -> None:
@@ -354,7 +379,49 @@ def test_rows_that_say_something_else_than_they_seem_are_refused(folder: Path, r
     assert bad[0].reason.startswith(reason)
 
 
+def test_columns_are_told_by_name_where_they_have_names_that_say_it(folder: Path) -> None:
+    """Not by their order: an empty cell, a row number or an id would move a negative to where the positive stands."""
+    notes = {"qid": "7", "positive_id": "d1", "similarity": 0.3, "__index_level_0__": 17}
+    group = group_of(folder, {**notes, "anchor": "q", "negative": "n", "positive": "p"}, "sentence_transformers")
+    assert (group.query, group.documents, group.labels) == (("q",), texts("p", "n"), (1, 0))
+    row = {"anchor": None, "positive": "p", "negative": "n"}
+    assert read(folder, row, format="sentence_transformers")[1][0].reason == "no query"
+
+
+def test_questions_with_answers_in_columns_are_chats(folder: Path) -> None:
+    """For task=sft: as a reranker's row, each answer would be learned as `yes`."""
+    rows: list[dict[str, Any]] = [
+        {"system": "S", "query": "<image>q", "response": "a", "history": [["h", "i"]], "image": "a.png"},
+        {"instruction": "Do", "input": "this", "output": "done"},
+    ]
+    chats, bad = read(folder, *rows, task="sft")
+    assert bad == []
+    assert [[(turn.role, turn.content, turn.train) for turn in chat.turns] for chat in chats] == [
+        [
+            ("system", ("S",), False),
+            *(("user", ("h",), False), ("assistant", ("i",), True)),
+            *(("user", (image(folder), "q"), False), ("assistant", ("a",), True)),
+        ],
+        [("user", ("Do\nthis",), False), ("assistant", ("done",), True)],
+    ]
+    judged = {"query": "q", "response": "a", "rejected_response": ["b"]}
+    assert isinstance(read(folder, judged, task="sft")[0][0], Group)
+    said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "loss": None}]
+    assert read(folder, {"messages": said}, task="sft")[0][0].turns[1].train, "null is how a table lacks a key"
+    assert read(folder, {"messages": said, "rejected_response": "z"}, task="sft")[1][0].kind == "unknown key"
+
+
+def test_pictures_in_base64(folder: Path) -> None:
+    data = (folder / "a.png").read_bytes()
+    text = base64.b64encode(data).decode()
+    group = read(folder, {"query": "q", "positives": {"image": text}, "negatives": "n"})[0][0]
+    assert group.documents[0] == (Image(None, data=data),)
+
+
 def test_distillation_needs_scores(folder: Path) -> None:
     rows = [{"query": "q", "pos": ["a"], "neg": ["b"]}, {"query": "q", "pos": ["a"], "pos_scores": [1]}]
     groups, bad = read(folder, *rows, loss="distill")
     assert ([g.id for g in groups], [b.kind for b in bad]) == (["2"], ["no scores"])
+    # Held-out rows need them too when their loss picks the best.
+    for metric, kept in (("auto", 1), ("loss", 0)):
+        assert len(read(folder, rows[0], loss="distill", split="eval", metric=metric)[0]) == kept

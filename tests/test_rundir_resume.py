@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import shutil
@@ -13,7 +14,9 @@ from launcher.errors import ConfigError
 from launcher.fingerprint import fingerprint, misfits
 from launcher.rundir import RunDir, complete_checkpoints, damages, file_entry, resolve_resume
 from launcher.spec import BatchConfig, ModelConfig, RunConfig, TuneConfig
+from launcher.training.base import base_of, check_base
 from launcher.training.checkpoint import rotate
+from tests.tiny import tiny_plan
 
 
 def make_checkpoint(run: RunDir, step: int, serial: int | None = None) -> Path:
@@ -153,3 +156,28 @@ def test_fingerprint_names_what_differs_and_what_to_type():
         "batch.global_size=16",
     ]
     assert problems[1].text == "tune.r=16, but the checkpoint was saved with tune.r=8"
+
+
+def test_frozen_parts_must_come_from_the_weights_that_were_trained_on(tmp_path):
+    """C08: by their content, wherever the folder lies and whatever it is called."""
+    base, copy = tmp_path / "base", tmp_path / "elsewhere"
+    base.mkdir()
+    (base / "model.safetensors").write_bytes(bytes(range(256)) * 4000)
+    shutil.copytree(base, copy)
+
+    def plan(folder: Path, trained: int = 2, weights: str = "pretrained"):
+        made = tiny_plan(tmp_path, model={"path": str(folder), "weights": weights})
+        return dataclasses.replace(made, parameters={"language": 10}, trainable={"language": trained, "head": 9})
+
+    state = {"base": base_of(plan(base))}
+    assert list(state["base"]) == ["model.safetensors"]
+    check_base(plan(copy), state, tmp_path)
+    content = bytearray((copy / "model.safetensors").read_bytes())
+    content[5::1000] = bytes(len(content[5::1000]))  # an optimizer step changes more
+    (copy / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"model\.safetensors differs(.|\n)*try  model\.path="):
+        check_base(plan(copy), state, tmp_path)
+    check_base(plan(copy, trained=10), state, tmp_path)  # nothing is frozen
+    check_base(plan(copy, weights="random"), state, tmp_path)
+    check_base(plan(copy), {}, tmp_path)  # saved before this was noted
+    check_base(plan(tmp_path / "none"), state, tmp_path)  # loading says that it is not there

@@ -6,17 +6,20 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image as Pillow
 
-from launcher.spec import DatasetConfig
+from launcher.errors import ConfigError, MachineError
+from launcher.spec import DatasetConfig, RunPlan
 from launcher.training.encoding import make_encoder
 from launcher.training.pixels import Pixels
 from launcher.training.processors import load_processor
 from launcher.training.rows import Chat, Content, Group, Image, Row, Turn
 from launcher.training.sampling import choose, held_out
 from launcher.training.schedule import make_order
-from launcher.training.steps import StepMaker, training_steps
+from launcher.training.steps import StepMaker, prefetched, training_steps
 from tests.tiny import tiny_plan
 
 
@@ -99,6 +102,7 @@ def test_chats_pass(epoch: int) -> None:
 
 
 def test_steps_hold_what_was_chosen_and_a_resume_goes_on_alike(tmp_path: Path) -> None:
+    """K09."""
     plan = tiny_plan(tmp_path, dataset={"max_negatives": 2, "random_negatives": 1}, batch={"global_size": 4})
     processor = load_processor(plan)
     maker = StepMaker(plan, make_encoder(plan, processor), Pixels(processor), rank=0, padded=True, warn=pytest.fail)
@@ -123,3 +127,53 @@ def test_a_mixture_reads_the_sources_off_the_rows(tmp_path: Path) -> None:
     order = make_order(plan, rows)
     assert (order.sizes, order.weights, order.rows) == ((2, 6), (3.0, 1.0), 8)
     assert make_order(tiny_plan(tmp_path), rows).weights == ()
+
+
+def test_a_micro_batch_to_score_is_decoded_when_its_turn_comes(tmp_path: Path) -> None:
+    for name in "ab":
+        Pillow.new("RGB", (64, 64), "red").save(tmp_path / f"{name}.png")
+    rows = [Group(n, f"f:{n}", None, (n,), ((Image(str(tmp_path / f"{n}.png")),),), (1.0,)) for n in "ab"]
+    plan = tiny_plan(tmp_path)
+    processor = load_processor(plan)
+    encoder = make_encoder(plan, processor)
+    plan = tiny_plan(tmp_path, max_tokens=encoder.encode(rows[0]).tokens)  # one row fits
+    maker = StepMaker(plan, encoder, Pixels(processor), rank=0, padded=True, warn=pytest.fail)
+    batches = maker.scoring(rows)
+    pixels = next(batches).pixel_values
+    assert pixels is not None and pixels.dtype == torch.float32
+    maker.dtype = torch.bfloat16  # a run's, which its tower would make of them on the GPU
+    again = next(maker.scoring(rows)).pixel_values
+    assert again is not None and again.dtype == torch.bfloat16 and again.equal(pixels.bfloat16())
+    (tmp_path / "b.png").unlink()
+    with pytest.raises(ConfigError, match=r"b\.png"):
+        next(batches)
+
+
+def test_a_picture_that_vanishes_ends_a_run_on_several_hosts(tmp_path: Path) -> None:
+    """Others may still see it, and would divide the batch in another way."""
+    path = tmp_path / "a.png"
+    Pillow.new("RGB", (64, 64), "red").save(path)
+    rows = [Group("a", "f:1", None, ("a",), ((Image(str(path)),),), (1.0,))]
+    plan = tiny_plan(tmp_path)
+    plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, dataset=skipping(plan.config.dataset)))
+    processor, warned = load_processor(plan), list[str]()
+    encoder = make_encoder(plan, processor)
+    path.unlink()
+
+    def maker(plan: RunPlan) -> StepMaker:
+        return StepMaker(plan, encoder, Pixels(processor), rank=0, padded=True, warn=warned.append)
+
+    assert maker(plan).training(rows).units == 0 and "a.png" in warned[0]
+    with pytest.raises(MachineError, match=r"a\.png"):
+        maker(dataclasses.replace(plan, hosts=plan.hosts * 2)).training(rows)
+
+
+def skipping(dataset: DatasetConfig) -> DatasetConfig:
+    return dataclasses.replace(dataset, on_bad="skip")
+
+
+def test_one_item_is_made_ahead() -> None:
+    made = []
+    items = prefetched(made.append(n) or n for n in range(5))  # type: ignore[func-returns-value]
+    assert [next(items), next(items)] == [0, 1] and len(made) in (2, 3)
+    assert list(items) == [2, 3, 4] and list(prefetched([])) == []

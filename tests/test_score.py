@@ -75,6 +75,7 @@ def scored(run: RunDir, target: str, out: Path) -> list[dict[str, Any]]:
 
 
 def test_each_row_has_its_line_and_what_cannot_be_read_has_no_score(run: RunDir, tmp_path: Path) -> None:
+    """I20."""
     lines = scored(run, str(run.path), tmp_path / "out.jsonl")
     assert [line["id"] for line in lines] == ["a", "2", "3", "4", "5", "6"]
     assert [[type(score).__name__ for score in line["scores"]] for line in lines] == [
@@ -158,7 +159,8 @@ def test_the_verbs_start_a_process_of_their_own(run: RunDir, launch: Any, tmp_pa
         ("evaluate RUN RUN", "one run, checkpoint or export, not 2"),
         ("score", "score which file?"),
         ("score rows.jsonl --model RUN --out taken", "taken is there already"),
-        ("export RUN/checkpoints/step-000008", "no run folder"),
+        ("score none.jsonl --model RUN", "  none.jsonl does not exist"),
+        ("export RUN/checkpoints/step-000008", "step-000008 does not exist"),
         ("export RUN --push nameless", "a repository is NAME/REPO"),
         ("export RUN --push a/b", "HF_HUB_OFFLINE is set"),
         ("evaluate RUN --device cuda dataset.eval=F", "random weights made on a CPU"),

@@ -218,6 +218,7 @@ def test_the_card_has_the_facts_of_the_run_and_no_path(folder: Path) -> None:
 
 
 def test_scores_that_are_all_alike_are_suspicious(folder: Path) -> None:
+    """R07."""
     golden = read_golden(folder)
     assert suspicions(golden) == []
     alike = replace(golden, pairs=[replace(pair, logit=0.25) for pair in golden.pairs])

@@ -161,4 +161,12 @@ def test_held_out_loss_and_perplexity() -> None:
     rerank = tiny_plan(Path("."), loss={"name": "pointwise"}).config
     scores = {0: evaluate.Scored([0.0, 0.0], [1.0, 0.0], [0.0, 0.0]), 1: evaluate.Scored([0.0], [0.0], [0.0])}
     assert evaluate.held_out_loss(scores, rerank) == pytest.approx(0.6931472)
+    taught = tiny_plan(Path("."), loss={"name": "distill", "form": "margin_mse"}).config
+    none = float("nan")
+    rows = {
+        0: evaluate.Scored([3.0, 0.0], [1.0, 0.0], [1.0, 0.0]),
+        1: evaluate.Scored([1.0, 0.0], [1.0, 0.0], [none] * 2),
+    }
+    assert evaluate.held_out_loss(rows, taught) == 4.0  # of the row whose teacher is known
+    assert "eval/loss" not in evaluate.numbers(evaluate.Outputs(records={1: rows[1]}), taught)
     assert group(("q",), ("a",)).labels == (1.0,)

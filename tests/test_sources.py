@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -163,9 +164,17 @@ def test_what_datasets_saves(tmp_path: Path) -> None:
     assert queries(read_named(tmp_path / "both", "test")) == ["b"]
     with pytest.raises(ConfigError, match="has the splits train, test; dataset.split=null"):
         read(tmp_path / "both")
+    file = next((tmp_path / "one").glob("*.arrow"))
+    assert queries(read(file)[0]) == ["a", "b"]
+    (tmp_path / "one" / "cache-1.arrow").write_bytes(file.read_bytes())  # as `map` leaves it
+    (tmp_path / "many").mkdir()
+    (tmp_path / "one").rename(tmp_path / "many" / "one")
+    assert queries(read(tmp_path / "many")[0]) == ["a", "b"]
+    (tmp_path / "many" / "one" / file.name).write_bytes(b"cut")
+    assert [row.kind for row in read(tmp_path / "many")[1]] == ["not what datasets saves"]
 
 
-def read_named(folder: Path, name: str) -> list[Any]:
+def read_named(folder: Path, name: str | None) -> list[Any]:
     data = DatasetConfig(name="jsonl", train=str(folder), split=name)
     return read_split(RunConfig(dataset=data, task=TaskConfig(name="rerank")), "train")[0]
 
@@ -175,9 +184,17 @@ def test_a_folder_is_all_its_data_files(tmp_path: Path) -> None:
     lines(tmp_path / "a.jsonl", "first")
     lines(tmp_path / ".hidden" / "x.jsonl", "hidden")
     (tmp_path / "notes.txt").write_text("not rows")
+    (tmp_path / "folder.json").mkdir()
     groups, bad = read(tmp_path)
     assert (queries(groups), bad) == (["first", "second"], [])
     assert groups[1].where == f"{tmp_path}/b/2.jsonl:1"
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    linked = lines(tmp_path.with_name("elsewhere") / "linked.jsonl", "linked").parent
+    (tmp_path / "d").symlink_to(linked)
+    (linked / "back").symlink_to(tmp_path)
+    assert queries(read(tmp_path)[0]) == ["first", "second", "first", "linked"]
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b"x" * 10_000)[:-9])
+    assert [row.kind for row in read(tmp_path / "c.jsonl.gz")[1]][-1] == "not gzip, or cut short"
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(ConfigError, match="holds no data file"):
@@ -275,7 +292,7 @@ BEIR = {
     "queries": [{"_id": "1", "text": "q1"}, {"_id": "2", "text": "q2"}, {"_id": "3", "text": "unused"}],
     "corpus": [{"_id": "d1", "title": "T", "text": "one"}, {"_id": "d2", "title": "", "text": "two"}],
 }
-QRELS = [("1", "d1", 2), ("1", "d2", 0), ("2", "d2", 1), ("2", "gone", 0)]
+QRELS = [("1", "d1", 2), ("1", "d2", -1), ("2", "d2", 1), ("2", "gone", 0)]
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
@@ -298,6 +315,9 @@ def test_beir_folders(tmp_path: Path, form: str) -> None:
         ("1", ("q1",), (("T one",), ("two",)), (2.0, 0.0)),
     ]
     assert [(b.id, b.reason) for b in bad] == [("2", "judged but not there: document gone")]
+    for wanted in (None, "dev") if form == "jsonl" else ("dev",):
+        with pytest.raises(ConfigError, match="has judgements for"):
+            read_named(tmp_path, wanted)
     trained = read_split(made, "train")[0]
     assert [g.labels for g in trained] == [(1.0,)] if form == "jsonl" else [(2.0, 0.0)]
 
@@ -322,6 +342,20 @@ def test_a_part_is_held_out_by_its_queries(tmp_path: Path) -> None:
         "whatever the order and place"
     )
     assert read(file, "eval")[0] == []
+    rows = []
+    for size in range(1, 41):  # pictures of one name, each in a folder of its own
+        (tmp_path / str(size)).mkdir()
+        (tmp_path / str(size) / "image.png").write_bytes(b"x" * size)
+        rows.append({"query": {"image": f"{size}/image.png"}, "positives": "p", "negatives": "n"})
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert 10 <= len(read(file, "eval", eval_fraction=0.5)[0]) <= 30
+
+
+def test_rows_on_both_sides_are_said(tmp_path: Path) -> None:
+    file = lines(tmp_path / "rows.jsonl", "a")
+    few = config(file, eval_fraction=0.1)
+    assert [o for o in oddities(config(file, file), Facts(cwd="/"), 1) if "trained on and evaluated" in o]
+    assert not [o for o in oddities(few, Facts(cwd="/"), 1) if "trained on and evaluated" in o]
 
 
 def test_pictures_lie_where_image_root_says(tmp_path: Path) -> None:

@@ -44,29 +44,6 @@ def test_rank_that_raises_is_named_with_its_traceback(runs: Path) -> None:
     assert str(run.dir.log("localhost", 1).name) in end
 
 
-def test_killed_rank_is_told_with_the_likely_cause(runs: Path) -> None:
-    """P03: signal 9 is named, with its likely cause; the launcher's own code is 4."""
-    with running(runs, deepspeed()) as run:
-        pids = run.training()
-        os.kill(pids[1], signal.SIGKILL)
-        begun = time.monotonic()
-        code, text, outcome = run.end()
-    assert time.monotonic() - begun < 10
-    assert code == 4
-    first = outcome["first_failure"]
-    assert (first["rank"], first["signal"], first["exit_code"]) == (1, signal.SIGKILL, None)
-    assert "rank 1 on localhost died of SIGKILL: killed, most likely by the kernel for lack of host memory" in text
-
-
-def test_killed_node_launcher_is_told(runs: Path) -> None:
-    """P02: DeepSpeed itself leaves with 0 when its node launcher is killed."""
-    with running(runs, deepspeed("0:killparent")) as run:
-        code, text, outcome = run.end()
-    assert code == 4
-    assert [failure["rank"] for failure in outcome["failures"]] == [None]
-    assert "DeepSpeed's node launcher on localhost died of SIGKILL" in text
-
-
 @pytest.mark.parametrize(
     ("deed", "expected", "message"),
     [

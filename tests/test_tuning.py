@@ -146,6 +146,7 @@ def test_a_run_begins_with_a_given_adapter(tmp_path: Path, folder: Path, older: 
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path, folder: Path, tune: Any, words: list[str]) -> None:
+    """Z17."""
     with pytest.raises(ConfigError) as caught:
         scorer_of(tmp_path, tune={**DORA, **tune}, model={"adapter": str(folder)})
     assert [word for word in words if word not in str(caught.value)] == []

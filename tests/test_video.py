@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,6 +91,18 @@ def test_films_stand_upright(tmp_path: Path) -> None:
     assert frame.shape == (96, 64, 3)
     blue = frame[..., 2] > 100
     assert blue[:, :28].all() and not blue[:, 36:].any()  # the stored upper half, turned to the left
+
+
+def test_films_whose_frames_are_unevenly_shown(tmp_path: Path) -> None:
+    """Recordings of a screen, animations, and what was cut out of a longer film with its times kept."""
+    late = film(tmp_path / "late.mkv", times=[5 + n / 10 for n in range(40)])
+    assert (video_facts(late, TWICE).frames, numbers(choose_frames(late, TWICE))[-1]) == (40, 39)
+    colours = [PIL.Image.new("RGB", (32, 32), (red, 0, 0)) for red in (0, 120)]
+    colours[0].save(tmp_path / "a.gif", save_all=True, append_images=colours[1:], duration=[200, 3000])
+    check_video(Video(str(tmp_path / "a.gif")), TWICE, decode=True)  # its last frame is shown for 3 s
+    slow = film(tmp_path / "slow.mp4", times=[n / 10 for n in range(10)] + [20.0, 54.9])
+    between = choose_frames(replace(slow, start_s=26.0, end_s=27.0), TWICE)
+    assert numbers(between) == [10, 10], "what is shown while no other begins"
 
 
 def test_frame_files(films: Path) -> None:

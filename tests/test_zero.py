@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.processes.zero_cases import RUNS, make_case
+from tests.processes.zero_cases import RUNS, SCORED, make_case
 from tests.zero_support import plain_loop, start, write_base
 
 
@@ -40,12 +40,16 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize(("name", "stage", "ranks"), [run for run in RUNS if run[0] != "bf16"])
 def test_same_as_a_plain_loop(outcomes: Path, reference: Any, name: str, stage: int, ranks: int) -> None:
+    """Z01 to Z05, Z07, Z10, Z19, G04, and G07: the loss that is logged is the whole batch's."""
     key = f"{name}, stage {stage}, ranks {ranks}"
     numbers, weights = json.loads((outcomes / f"{key}.json").read_text()), load_file(outcomes / f"{key}.safetensors")
     wanted, expected = reference(name)
     assert numbers["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
     if stage > 0:  # DeepSpeed gives no gradient norm for float32 in stage 0
         assert numbers["norm"] == pytest.approx(wanted["norm"], rel=1e-4)
+    if name == "a slow rank":
+        fast, slow = (sum(sum(step[rank]) for step in numbers["tokens"]) for rank in (0, 1))
+        assert numbers["speeds"][1] < numbers["speeds"][0] == 1.0 and fast > slow
     if "small" in name:
         assert numbers["micro_batches"][0] > 1  # else the case shows nothing
     moved = 0
@@ -58,6 +62,18 @@ def test_same_as_a_plain_loop(outcomes: Path, reference: Any, name: str, stage: 
         assert close.float().mean() > 0.98, parameter
         moved += int(value.numel())
     assert moved > 100_000
+
+
+def test_scores_are_equal_in_every_stage(outcomes: Path) -> None:
+    """Z12: an evaluation generates nothing, and every rank runs as many micro-batches as the others."""
+    one, *others = (
+        json.loads((outcomes / f"lora, stage {stage}, ranks {ranks}.json").read_text())["scores"]
+        for stage, ranks in ((2, 1), (2, 2), (3, 2))
+    )
+    assert len(one) == SCORED and len({len(scores) for scores in one}) > 1
+    for scores in others:
+        for row, wanted in zip(scores, one, strict=True):
+            assert row == pytest.approx(wanted, abs=1e-3)
 
 
 @pytest.mark.parametrize(("name", "stage", "ranks"), [run for run in RUNS if run[0] == "bf16"])

@@ -98,7 +98,7 @@ def spelled(key: str, raw: str, options: Options) -> str:
 def as_expression(names: str) -> str:
     """A list of module names, as peft takes it, as one regular expression over module names."""
     if names in ("all-linear", "all_linear"):
-        return "null"
+        return "all-linear"
     if not re.fullmatch(r"\[[\w.,\-'\" ]+\]|[\w.\-]+(,[\w.\-]+)+", names):
         return names
     modules = "|".join(re.findall(r"[\w.\-]+", names))
@@ -131,7 +131,7 @@ def _filled(template: str, raw: str, options: Options) -> str:
 def _suggestion(name: str, raw: str, options: Options) -> tuple[str, tuple[str, ...]]:
     """A remark and lines to try for a key, flag or group that does not exist."""
     dotted = name.replace("/", ".")
-    known = habits.meant(dotted) or habits.meant(dotted.rsplit(".", 1)[-1])
+    known = habits.meant(dotted, raw) or habits.meant(dotted.rsplit(".", 1)[-1], raw)
     if dotted in options or keys.kind_of(dotted) is not None:
         return "", (spelled(dotted, raw, options),)
     inside = dotted.split(".")[0] in options and "." in dotted
@@ -225,6 +225,14 @@ def _for_name(word: str, options: Options) -> Problem:
     groups = [group for group, names in options.items() if word in names]
     if groups:
         return Problem(f"{word}: options are written GROUP=OPTION", tries=tuple(f"{group}={word}" for group in groups))
+    if re.search(r"\.(jsonl?|csv|tsv|parquet)$", word):
+        files = grammar.shell(f"dataset.train=[a.jsonl,{word}]")
+        return Problem(f"{word}: several files are one list, after dataset=jsonl", tries=(files,))
+    if re.search(r"\.(ya?ml|py)$", word):
+        ours = (
+            "its keys can be typed here one by one" if word[-1] == "l" else "the launcher has its own training program"
+        )
+        return Problem(f"{word}: a file of another tool is not read; {ours}")
     remark, tries = _suggestion(word, "", options)
     text = f"{word}: neither a verb nor KEY=VALUE" + (f"; {remark}" if remark else "")
     return Problem(text, tries=tries or ("python -m launcher help",))

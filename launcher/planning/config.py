@@ -7,12 +7,14 @@ stop at the first problem, and would turn the `no` of a YAML file into the text 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +75,6 @@ def _choose_by_default(line: CommandLine) -> None:
 
 def _compose(line: CommandLine) -> tuple[Any, dict[str, str | None]]:
     """The DictConfig of all files and typed values, and the option taken in each group."""
-    from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf import OmegaConf, open_dict
     from omegaconf.errors import GrammarParseError, OmegaConfBaseException
@@ -84,8 +85,8 @@ def _compose(line: CommandLine) -> tuple[Any, dict[str, str | None]]:
         folders = ",".join(grammar.in_quotes(f"file://{folder}") for folder in line.folders[1:])
         words.append(f"hydra.searchpath=[{folders}]")
     try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(line.folders[0])):
-            config = compose("config", overrides=words, return_hydra_config=True)
+        # Jobs of a sweep differ in what is typed, and mostly not in their files.
+        config = copy.deepcopy(_from_files(line.folders[0], tuple(words), _state(line.folders)))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         # A file of the user's own is wrong in a way that Hydra cannot pass; nothing behind it can be checked.
         raise ConfigError(*line.problems, _about_files(line, error)) from error
@@ -107,6 +108,22 @@ def _compose(line: CommandLine) -> tuple[Any, dict[str, str | None]]:
                 why = "${ must begin a ${KEY} or ${oc.env:VARIABLE}" if incomplete else sentence(error)
                 line.refuse(Problem(f"{line.words[key][-1]}: {why}", tries=(answers.example(key),)), key)
     return config, choices
+
+
+@lru_cache(maxsize=32)
+def _from_files(folder: Path, words: tuple[str, ...], state: Hashable) -> Any:
+    """What Hydra makes of the files, whose `state` is part of the question; values are resolved later."""
+    from hydra import compose, initialize_config_dir
+
+    with initialize_config_dir(version_base="1.3", config_dir=str(folder)):
+        return compose("config", overrides=list(words), return_hydra_config=True)
+
+
+def _state(folders: Iterable[Path]) -> Hashable:
+    """When the options of every group were last written."""
+    files = [file for folder in folders for pattern in ("*.yaml", "*/*.yaml") for file in folder.glob(pattern)]
+    known = [(file, file.stat()) for file in files if file.is_file()]
+    return tuple((str(file), stat.st_mtime_ns, stat.st_size) for file, stat in known)
 
 
 def _unexpanded(value: Any) -> Any:

@@ -73,6 +73,12 @@ def oddities(config: RunConfig, facts: Facts, world_size: int) -> Iterator[str]:
             f"loss={config.loss.name} compares the documents of a query only: scores need no longer be probabilities, "
             "which a pretrained reranker's are (loss=pointwise is the objective it was trained with)"
         )
+    both = sorted({*data.sources("train")} & {*data.sources("eval")})
+    if both and data.name != "digits" and data.eval_split in (None, data.split):
+        yield (
+            f"{both[0]} is trained on and evaluated: its figures say nothing of other rows "
+            "(dataset.eval_fraction=0.05 without dataset.eval holds a part of it out)"
+        )
     for name in facts.data_elsewhere:
         yield (
             f"{name} is no file or folder here: it is taken for a data set of {data.source}, and fetched before the "

@@ -10,6 +10,7 @@ from typing import Any
 from launcher.arithmetic import peak_rate
 from launcher.datafiles import sources_of
 from launcher.families import PARTS
+from launcher.planning.hosts import shown_weight
 from launcher.planning.memory import ASSUMED_KIND, GIB
 from launcher.planning.secrets import masked
 from launcher.prepared import columns, histogram_lines, modality_lines
@@ -56,7 +57,7 @@ def _hosts(plan: RunPlan, warning: str | None) -> list[str]:
     rows = [("host", "ranks", "GPUs" if plan.device == "cuda" else "slots", "address", "")]
     shown, rank, turned = SHOWN_HOSTS if len(plan.hosts) > SHOWN_HOSTS + 1 else len(plan.hosts), 0, False
     for host in plan.hosts[:shown]:
-        fields = {"user": host.user, "port": host.port, "iface": host.iface, "weight": host.weight}
+        fields = {"user": host.user, "port": host.port, "iface": host.iface, "weight": shown_weight(host)}
         extra = " ".join(f"{key}={value}" for key, value in fields.items() if value is not None)
         slots = slots_by_rank(host, rank)
         turned = turned or slots != host.gpus

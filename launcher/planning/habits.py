@@ -1,7 +1,8 @@
-"""What people type by habit, from ms-swift, the Hugging Face Trainer and DeepSpeed, and our name for it.
+"""What people type by habit, from ms-swift, LLaMA-Factory, the Hugging Face Trainer and DeepSpeed, and our name for it.
 
 Each entry is `OURS` or `OURS | a remark`. In OURS a `{}` takes the value that was typed; an entry without
-`=` has no counterpart here and only the remark is shown.
+`=` has no counterpart here and only the remark is shown. `NAME=VALUE` goes before `NAME` where one value means
+something else. README.md shows the usual ones; its test types them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,10 @@ _STEP = (
     "batch.global_size=VALUE | "
     "batch.global_size counts the queries of an optimizer step: per device x accumulation x GPUs"
 )
+
+_PARTS = "frozen, lora or full"
+_QLORA = "tune=qlora | the language model in 4 bits (NF4)"
+_PIXELS = "in pixels: tokens x 1024 for Qwen3-VL, x 784 for Qwen2.5-VL"
 
 HABITS: dict[str, str] = {
     # optimizer and schedule
@@ -23,9 +28,17 @@ HABITS: dict[str, str] = {
     "scheduler": "optim.schedule={}",
     "warmup_proportion": "optim.warmup_ratio={}",
     "optimizer": "optim={}",
+    "vit_lr": "optim.lr_vision={}",
+    "vision_lr": "optim.lr_vision={}",
+    "vision_tower_lr": "optim.lr_vision={}",
+    "aligner_lr": "optim.lr_projector={}",
+    "merger_lr": "optim.lr_projector={}",
+    "mm_projector_lr": "optim.lr_projector={}",
     # how long
     "num_train_epochs": "train.epochs={}",
     "num_epochs": "train.epochs={}",
+    "early_stop_interval": "eval.patience={}",
+    "early_stopping_patience": "eval.patience={}",
     "data_seed": "train.seed={} | one seed decides everything",
     "full_determinism": "train.deterministic={}",
     # batch
@@ -37,15 +50,22 @@ HABITS: dict[str, str] = {
     "batch_size": "batch.global_size={}",
     "per_device_eval_batch_size": "batch.max_tokens=auto | micro-batches are filled by tokens, in evaluation too",
     "packing": "batches are always packed",
+    "neat_packing": "batches are always packed",
+    "data_flatten": "batches are always packed",
     "padding_free": "batches are always packed, without padding",
     "group_by_length": "micro-batches are always filled by tokens and balanced over the ranks",
     "dataloader_num_workers": "rows are read and decoded without worker processes of your choosing",
+    "preprocessing_num_workers": "rows are read and decoded without worker processes of your choosing",
+    "dataset_shuffle": "training rows are always shuffled, by train.seed",
+    "lazy_tokenize": "rows are checked and measured once, and decoded when they are trained",
+    "overwrite_cache": "prepared rows are kept by content and settings: what changed is read anew",
     "dataset_num_proc": "rows are read and decoded without worker processes of your choosing",
     "dataloader_drop_last": "the last partial batch is always trained, exactly",
     "remove_unused_columns": "rows are read by their own format; extra columns do no harm",
     # what trains
     "lora_rank": "tune.r={}",
     "lora_r": "tune.r={}",
+    "lora_target=all": "tune.target_modules=all-linear",
     "lora_target": "tune.target_modules={} | one regular expression over module names",
     "lora.target": "tune.target_modules={}",
     "lora.alpha": "tune.lora_alpha={}",
@@ -55,15 +75,34 @@ HABITS: dict[str, str] = {
     "tuner_type": "tune={}",
     "sft_type": "tune={}",
     "finetuning_type": "tune={}",
+    "quant_method": _QLORA,
+    "quant_bits": _QLORA,
+    "quantization_method": _QLORA,
+    "quantization_bit": _QLORA,
+    "load_in_4bit": _QLORA,
     "use_lora": "tune=lora",
     "use_peft": "tune=lora",
+    "freeze_vit=false": f"tune.vision=full | {_PARTS}",
     "freeze_vit": "tune.vision={}",
+    "freeze_vision_tower=false": f"tune.vision=full | {_PARTS}",
     "freeze_vision_tower": "tune.vision={}",
+    "freeze_aligner=false": f"tune.projector=full | {_PARTS}",
     "freeze_aligner": "tune.projector={}",
+    "freeze_multi_modal_projector=false": f"tune.projector=full | {_PARTS}",
     "freeze_multi_modal_projector": "tune.projector={}",
+    "freeze_llm=false": f"tune.language=full | {_PARTS}",
     "freeze_llm": "tune.language={}",
+    "freeze_language_model=false": f"tune.language=full | {_PARTS}",
     "freeze_language_model": "tune.language={}",
+    "freeze_merger": "tune.projector={}",
+    "tune_mm_vision": f"tune.vision=full | {_PARTS}",
+    "tune_mm_mlp": f"tune.projector=full | {_PARTS}",
+    "tune_mm_llm": f"tune.language=full | {_PARTS}",
+    "adapter_name_or_path": "model.adapter={}",
     # model, data, task
+    "template": "the chat template is the model's own",
+    "use_hf": "model.source=hf",
+    "trust_remote_code": "no code of a model's folder is run: transformers has these models",
     "model_name_or_path": "model={}",
     "model_id_or_path": "model={}",
     "model_id": "model={}",
@@ -76,6 +115,24 @@ HABITS: dict[str, str] = {
     "eval_file": "dataset.eval={}",
     "validation_file": "dataset.eval={}",
     "split_dataset_ratio": "dataset.eval_fraction={}",
+    "val_size": "dataset.eval_fraction={}",
+    "media_dir": "dataset.image_root={}",
+    "interleave_probs": "dataset.weights=[{}]",
+    "max_negative_samples": "dataset.max_negatives={}",
+    "max_positive_samples": "dataset.max_positives={}",
+    "max_pixels": "dataset.max_pixels={}",
+    "min_pixels": "dataset.min_pixels={}",
+    "image_max_pixels": "dataset.max_pixels={}",
+    "image_min_pixels": "dataset.min_pixels={}",
+    "image_max_token_num": f"dataset.max_pixels=VALUE | {_PIXELS}",
+    "video_max_token_num": f"dataset.video.max_pixels=VALUE | {_PIXELS}",
+    "video_max_pixels": "dataset.video.max_pixels={}",
+    "fps": "dataset.video.fps={}",
+    "video_fps": "dataset.video.fps={}",
+    "fps_max_frames": "dataset.video.max_frames={}",
+    "fps_min_frames": "dataset.video.min_frames={}",
+    "video_maxlen": "dataset.video.max_frames={}",
+    "truncation_strategy": "dataset.over_long=drop | drop, or shrink (images); the text of documents is always cut",
     "cutoff_len": "dataset.max_length={}",
     "model_max_length": "dataset.max_length={}",
     "max_seq_length": "dataset.max_length={}",
@@ -91,7 +148,13 @@ HABITS: dict[str, str] = {
     "ds_config": "zero.config={}",
     "zero_stage": "zero={}",
     "zero.stage": "zero={}",
+    "stage=sft": "task=sft",
+    "stage=pt": "task=sft",
+    "stage=rm": "here are the tasks rerank, sft and classify",
+    "stage=dpo": "here are the tasks rerank, sft and classify",
     "stage": "zero={}",
+    "zero_hpz_partition_size": "zero=stage3_hpz | each machine keeps a copy of the weights",
+    "deepspeed_autotp_size": "AutoTP does not fit Qwen's vision towers and adapters: zero=stage3 shards the weights",
     "bf16": "precision=bf16",
     "fp32": "precision=fp32",
     "fp16": "precision=fp16",
@@ -100,7 +163,7 @@ HABITS: dict[str, str] = {
     "attn_impl": "attention={}",
     "attn_implementation": "attention={}",
     "use_flash_attn": "attention=auto",
-    "flash_attn": "attention=auto",
+    "flash_attn": "attention={}",
     "use_gradient_checkpointing": "memory.gradient_checkpointing={}",
     "gradient_checkpointing": "memory.gradient_checkpointing={}",
     "activation_checkpointing": "memory.gradient_checkpointing={}",
@@ -132,6 +195,7 @@ HABITS: dict[str, str] = {
     "from the environment with cluster.transport=env",
     "machine_rank": "one command starts every host of cluster.hostfile; where it runs on each node, NODE_RANK is read "
     "from the environment with cluster.transport=env",
+    "force_torchrun": "ranks are always started by the launcher",
     "local_rank": "ranks get their number from the launcher",
     "master_addr": "cluster.master_addr={}",
     "main_process_ip": "cluster.master_addr={}",
@@ -155,6 +219,12 @@ HABITS: dict[str, str] = {
     "report_to": "logging.trackers=[{}] | metrics are always written to metrics.jsonl and for TensorBoard",
     "save_steps": "checkpoint.every_steps={}",
     "save_strategy": "checkpoint.every_epoch=true | checkpoint.every_steps and checkpoint.every_epoch say when",
+    "save_strategy=steps": "checkpoint.every_steps=500",
+    "merge_lora": "checkpoint.merge={}",
+    "save_only_model": "a checkpoint holds all that resume needs; export writes the model alone",
+    "push_to_hub": "after the run: python -m launcher export RUN -o FOLDER --push NAME/REPO",
+    "hub_model_id": "after the run: python -m launcher export RUN -o FOLDER --push NAME/REPO",
+    "plot_loss": "report.html in the run folder has the curves",
     "save_total_limit": "checkpoint.keep_last={}",
     "load_best_model_at_end": "checkpoint.keep_best={}",
     "eval_steps": "eval.every_steps={}",
@@ -186,8 +256,17 @@ VALUES: dict[str, dict[str, str]] = {
         "float16": "fp16",
         "half": "fp16",
     },
-    "attention": {"flash_attn": _FLASH, "flash_attention": _FLASH, "eager": "sdpa", "flash": _FLASH},
-    "task": {"generative_reranker": "rerank", "reranker": "rerank"},
+    "attention": {
+        "flash_attn": _FLASH,
+        "flash_attention": _FLASH,
+        "eager": "sdpa",
+        "flash": _FLASH,
+        "fa2": _FLASH,
+        "fa3": "flash_attention_3",
+        "disabled": "sdpa",
+        "true": "auto",
+    },
+    "task": {"generative_reranker": "rerank", "reranker": "rerank", "causal_lm": "sft", "seq_cls": "classify"},
     "loss": {
         "generative_reranker": "pointwise",
         "listwise_generative_reranker": "listwise",
@@ -220,6 +299,7 @@ VERBS = {
     "train": "run",
     "sft": "run",
     "launch": "run",
+    "llamafactorycli": "run",
     "start": "run",
     "dryrun": "plan",
     "show": "plan",
@@ -239,9 +319,10 @@ VERBS = {
 }
 
 
-def meant(name: str) -> tuple[str, str] | None:
-    """Our (template, remark) for a habitual `name`, None when there is none. The template may be empty."""
-    entry = HABITS.get(name.lower().replace("-", "_"))
+def meant(name: str, raw: str = "") -> tuple[str, str] | None:
+    """Our (template, remark) for a habitual `name` (with the value `raw`), or None. The template may be empty."""
+    name = name.lower().replace("-", "_")
+    entry = HABITS.get(f"{name}={raw.lower()}") or HABITS.get(name)
     if entry is None:
         return None
     ours, _, remark = entry.partition(" | ")

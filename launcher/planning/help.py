@@ -52,7 +52,7 @@ Often typed
 
 Values: null is nothing, [a,b] a list; text with a comma is typed 'key="a, b"'. In zsh, quote words with [ ].
 Exit codes: 0 done, 1 internal error, 2 change the configuration or data, 3 fix a machine, 4 training failed,
-  130 after Ctrl-C and 143 after SIGTERM, both with a checkpoint saved if training had begun.
+  75 try again (host or network lost, hang), 130 Ctrl-C and 143 SIGTERM, both saved if training had begun.
 """
 
 ARCH = "model.arch"  # a model's config.json: dozens of values that few want to see

@@ -42,6 +42,10 @@ def parse_hostfile(text: str, where: str) -> tuple[Host, ...]:
             found.extend((number, host) for host in _parse_line(line))
         except _Bad as bad:
             problems.append(_problem(where, number, line, str(bad), *(bad.tries or (_corrected(line),))))
+    weighted = [(number, host) for number, host in found if host.weights or isinstance(host.weight, float)]
+    if weighted and any(host.weight == "auto" for _, host in found):
+        number, why = weighted[0][0], "weight=auto measures all ranks of a run, and another line has numbers"
+        problems.append(_problem(where, number, lines[number - 1], why, "weight=auto on every line that has a weight"))
     for number, why in _duplicates(found):
         problems.append(_problem(where, number, lines[number - 1], why, f"remove line {number}"))
     if not found and not problems:
@@ -131,7 +135,7 @@ def _parse_line(line: str) -> list[Host]:
             port=_number(fields, "port", 1, 65535),
             user=user,
             iface=_matching(fields, "iface", _IFACE),
-            weight=_weight(fields),
+            **_weight(fields, gpus),
         )
         for one in names
     ]
@@ -213,13 +217,31 @@ def _number(fields: dict[str, str], key: str, low: int, high: int) -> int | None
     return int(value)
 
 
-def _weight(fields: dict[str, str]) -> float | None:
+def shown_weight(host: Host) -> str | float | None:
+    """What `weight=` says of a host."""
+    return host.weight if host.weights is None else ",".join(map(str, host.weights))
+
+
+def _weight(fields: dict[str, str], gpus: tuple[int, ...]) -> dict[str, Any]:
     value = fields.get("weight")
-    if value is None:
-        return None
-    if not re.fullmatch(r"[0-9]*\.?[0-9]+(e-?[0-9]{1,2})?", value) or float(value) <= 0:
-        raise _Bad(f"weight={value} is no number above 0", f"{FORM} weight=0.5")
-    return float(value)
+    if value is None or value == "auto":
+        return {"weight": value}
+    numbers = []
+    for text in value.split(","):
+        if not re.fullmatch(r"[0-9]*\.?[0-9]+(e-?[0-9]{1,2})?", text) or float(text) <= 0:
+            raise _Bad(f"weight={value} is no number above 0", f"{FORM} weight=0.5", f"{FORM} weight=auto")
+        numbers.append(float(text))
+    if "," not in value:
+        return {"weight": numbers[0]}
+    if len(numbers) != len(gpus):
+        ones = ",".join(["1"] * len(gpus))
+        raise _Bad(
+            f"weight={value} has {len(numbers)} numbers for {len(gpus)} GPUs", f"slots={len(gpus)} weight={ones}"
+        )
+    # In the order in which gpus= names them; the host has them sorted.
+    named = [int(gpu) for gpu in fields["gpus"].split(",")] if "gpus" in fields else list(gpus)
+    of = dict(zip(named, numbers, strict=True))
+    return {"weights": tuple(of[gpu] for gpu in gpus)}
 
 
 def _matching(fields: dict[str, str], key: str, pattern: re.Pattern[str]) -> str | None:
@@ -285,7 +307,7 @@ def _render_host(host: Host) -> str:
         ("port", host.port),
         ("addr", host.address),
         ("iface", host.iface),
-        ("weight", host.weight),
+        ("weight", shown_weight(host)),
     ]
     fields += [f"{key}={value}" for key, value in optional if value is not None]
     return " ".join([host.name, *fields])

@@ -160,6 +160,7 @@ def estimate(
     if stage == 3:
         bucket += zero.get("stage3_prefetch_bucket_size", 0) * size
         gathered = size * max(2 * shape.layer_weights, shape.vocab * shape.hidden)
+    sharers = zero.get("zero_hpz_partition_size", 1)
     return {
         "frozen weights": shard(size * frozen - _saved_by_4bit(config, shape, size), 3),
         "trained weights": shard(size * trained, 3),
@@ -167,6 +168,7 @@ def estimate(
         "optimizer": optimizer,
         "buckets": bucket,
         "gathered layers": gathered,
+        **({"copy on the host": size * (frozen + trained) // sharers} if sharers > 1 else {}),
         "activations": max_tokens * size * _kept_values(config, shape, checkpointed_layers),
         "vision": max_tokens * size * _vision_values(config, shape),
         **({"logits": _logit_bytes(config, shape, size, max_tokens)} if config.task.name == "sft" else {}),

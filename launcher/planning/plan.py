@@ -119,7 +119,13 @@ def _decide(config: RunConfig, facts: Facts, problems: _Problems) -> _Decided | 
     if arch is None or shape is None or placement is None or precision is None or declared is None or env is None:
         return None
     lr = learning_rate(config)
-    settings = Settings(world_size=placement.world_size, precision=precision[0], lr=lr, config=config)
+    settings = Settings(
+        world_size=placement.world_size,
+        precision=precision[0],
+        lr=lr,
+        config=config,
+        slots=tuple(host.slots for host in placement.hosts),
+    )
     zero = _zero_and_memory(facts, settings, shape, placement, problems)
     if zero is None:
         return None

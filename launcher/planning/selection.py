@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import re
 from collections.abc import Sequence
@@ -39,7 +38,7 @@ def filter_hosts(hosts: Sequence[Host], include: str | None, exclude: str | None
         else:
             gpus = tuple(g for g in host.gpus if slots is None or g not in slots)
         if gpus:
-            kept.append(dataclasses.replace(host, gpus=gpus))
+            kept.append(host.taking({gpu: gpu for gpu in gpus}))
     if not kept:
         text = f"{key}={spec} leaves no host of {names(hosts)}"
         raise ConfigError(Problem(text, "", (f"{key}=null",)))
@@ -66,7 +65,7 @@ def limit_gpus(hosts: Sequence[Host], gpus: Any) -> tuple[Host, ...]:
         chosen = host.gpus[:gpus] if isinstance(gpus, int) else tuple(g for g in host.gpus if g in gpus)
         if len(chosen) < len(slots_of(gpus)):
             lacking.append(host)
-        limited.append(dataclasses.replace(host, gpus=chosen))
+        limited.append(host.taking({gpu: gpu for gpu in chosen}))
     if lacking:
         fewest = min(lacking, key=lambda host: host.slots)
         others = f"; too few also on {names([h for h in lacking if h != fewest])}" if len(lacking) > 1 else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from launcher.errors import ConfigError, Problem
@@ -26,7 +25,7 @@ def through_visible(host: Host, visible: Sequence[int]) -> Host:
     if beyond:
         text = f"{host.name} has no slot {beyond[0]}: {_have(visible)}"
         raise ConfigError(Problem(text, "", (f"gpus={len(visible)}",)))
-    return dataclasses.replace(host, gpus=tuple(sorted(visible[slot] for slot in host.gpus)))
+    return host.taking({slot: visible[slot] for slot in host.gpus})
 
 
 def check_slots(hosts: Sequence[Host], facts: Facts, pool: Pool, transport: str) -> list[Problem]:

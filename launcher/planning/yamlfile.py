@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
@@ -19,7 +21,8 @@ def dump(data: Any) -> str:
     return text
 
 
-def leaves(text: str) -> dict[tuple[str, ...], tuple[int, str, bool]]:
+@lru_cache(maxsize=256)  # jobs of a sweep are made of the same files
+def leaves(text: str) -> MappingProxyType[tuple[str, ...], tuple[int, str, bool]]:
     """Path of keys -> (line from 1, text as written, whether it is without quotes) of each value that is no mapping."""
     found: dict[tuple[str, ...], tuple[int, str, bool]] = {}
 
@@ -33,4 +36,4 @@ def leaves(text: str) -> dict[tuple[str, ...], tuple[int, str, bool]]:
             found[path] = (node.start_mark.line + 1, "", False)
 
     walk(yaml.compose(text, Loader=yaml.SafeLoader), ())
-    return found
+    return MappingProxyType(found)

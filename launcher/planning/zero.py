@@ -19,6 +19,7 @@ NEVER = 10**9  # steps_per_print: the launcher's own log has these numbers
 # (train.max_bad_steps) bring it near its minimum, so that no healthy search for a scale is taken for a broken run.
 FP16 = {"enabled": True, "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 1000, "min_loss_scale": 1}
 SMALLEST_BUCKET = 10**6
+HPZ = "zero_hpz_partition_size"  # ranks that share one more copy of the weights; `auto` in ds_configs/stage3_hpz.json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +49,8 @@ def finish_zero(
         # Adapters that stay whole are not gathered layer by layer: half the all-gathers.
         threshold = max(zero["stage3_param_persistence_threshold"], trained.largest_adapter)
         zero["stage3_param_persistence_threshold"] = threshold
+    if HPZ in zero:
+        zero[HPZ] = _copy_size(zero[HPZ], stage, settings, user.path if user and HPZ in given else group.path)
     config: dict[str, Any] = {
         "train_batch_size": settings.world_size,
         "train_micro_batch_size_per_gpu": 1,
@@ -108,6 +111,30 @@ def _check_stage(stage: int, settings: Settings, user: TextFile | None) -> None:
         problems.append(Problem(text, where, ("zero=stage2", "tune.use_dora=false")))
     if problems:
         raise ConfigError(*problems)
+
+
+def _copy_size(asked: Any, stage: int, settings: Settings, where: str) -> int:
+    """Ranks that share a copy of the weights: those of a host, where it is `auto`. DeepSpeed takes consecutive ranks,
+    cuts a size above the world down to it in silence, and asserts in the middle of loading that it divides the world.
+    """
+    slots, world = settings.slots or (settings.world_size,), settings.world_size
+    size = slots[0] if asked == "auto" else asked
+    text = ""
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        text = f"{HPZ} is {size!r}, but must be a whole number of at least 1"
+    elif stage != 3 and size != 1:
+        text = f"zero_optimization.{HPZ} has no effect below stage 3"
+    elif asked == "auto" and len(slots) == 1:
+        text = "hpZ keeps a copy of the weights on every host, and one host has them all already"
+    elif asked == "auto" and len(set(slots)) > 1:
+        text = f"hpZ needs hosts of equally many ranks, and these have {', '.join(map(str, slots))}"
+    elif asked == "auto" and size == 1:
+        text = "hpZ shares a copy of the weights among the ranks of a host, and every host has one"
+    elif world % size or size > world:
+        text = f"{HPZ} is {size}, which does not divide {world} rank{'s' if world > 1 else ''}"
+    if text:
+        raise ConfigError(Problem(text, where, ("zero=stage3",)))
+    return int(size)
 
 
 def _buckets(zero: dict[str, Any], trained: Trained) -> dict[str, int]:

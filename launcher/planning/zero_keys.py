@@ -32,6 +32,12 @@ REFUSED_KEYS = {
     "tensor_parallel": "zero=stage3",
     "torch_autocast": "precision=bf16",
 }
+# Seen with DeepSpeed 0.19.8 and two ranks. Its ranks that share a layer also need the same rows, and checkpoints and
+# exports would hold one rank's part of each weight.
+WHY_REFUSED = {
+    "tensor_parallel": "AutoTP splits the attention of Qwen's vision towers so that its shapes no longer fit, changes "
+    "the losses of text models and fails with adapters; stage 3 shards the weights",
+}
 ZERO_KEYS = (
     "allgather_bucket_size",
     "allgather_partitions",

@@ -24,6 +24,7 @@ from launcher.planning.zero_keys import (
     OWNED_KEYS,
     PASSED_KEYS,
     REFUSED_KEYS,
+    WHY_REFUSED,
     ZERO_KEYS,
 )
 from launcher.spec import RunConfig
@@ -39,6 +40,7 @@ class Settings:
     precision: str
     lr: float
     config: RunConfig
+    slots: tuple[int, ...] = ()  # ranks of each host
 
 
 class Linter:
@@ -60,7 +62,8 @@ class Linter:
         self._check_names(raw, (*BATCH_KEYS, *PASSED_KEYS, *OWNED_KEYS, *REFUSED_KEYS), "")
         for key in raw:
             if key in REFUSED_KEYS:
-                self.problem(f"{key} has no place here: the launcher decides it", REFUSED_KEYS[key])
+                why = WHY_REFUSED.get(key, "the launcher decides it")
+                self.problem(f"{key} has no place here: {why}", REFUSED_KEYS[key])
         self._check_numbers_as_text(raw, "")
         self._check_batch(raw)
         self._check_precision(raw)
@@ -168,8 +171,6 @@ class Linter:
                 self._check_offload(f"zero_optimization.{name}", offload)
                 if stage != "auto" and stage < lowest and offload.get("device", "none") != "none":
                     self.problem(f"zero_optimization.{name} needs stage {lowest}, and the stage is {stage}", better)
-        if zero.get("zero_hpz_partition_size", 1) not in (1, "auto") and stage != 3:
-            self.problem("zero_optimization.zero_hpz_partition_size has no effect below stage 3", "zero=stage3")
         if zero.get("overlap_comm") is True and stage in (0, 1):
             self.problem(f"overlap_comm fails in stage {stage} when the loop sets the accumulation boundary")
 

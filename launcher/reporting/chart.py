@@ -119,8 +119,8 @@ def line(
         "type": "scatter",
         "mode": "lines" if len(xs) > 1 else "markers",
         "name": label(name),
-        "x": [_short(x) for x in shown_x],
-        "y": [_short(y) for y in shown_y],
+        "x": [short(x) for x in shown_x],
+        "y": [short(y) for y in shown_y],
         "line": style,
         "hovertemplate": f"%{{y:{form}}}",
         **options,
@@ -210,5 +210,6 @@ def label(text: str) -> str:
     return html.escape(text, quote=False)
 
 
-def _short(value: Value) -> Value:
+def short(value: Value) -> Value:
+    """The value as a line is drawn with: six digits are more than a screen has."""
     return None if value is None else float(f"{value:.6g}") if value != int(value) else int(value)

@@ -122,6 +122,8 @@ def tiles(record: Record, summary: Summary) -> list[Tile]:
         f"step {s.best_step:,}; before training {words.plain(s.before, '.4f')}" if s.best_step is not None else ""
     )
     of = "" if s.total_steps is None else f"of {s.total_steps:,}"
+    if any(event.get("event") == "early_stop" and event.get("step") == s.steps for event in record.events):
+        of += ", stopped early: no new best (eval.patience)"
     spread = (
         f"80 % of steps: {words.seconds(s.step_low_s)} to {words.seconds(s.step_high_s)}"
         if s.step_s is not None

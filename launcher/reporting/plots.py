@@ -20,6 +20,7 @@ from launcher.reporting.chart import (
     label,
     line,
     log_ticks,
+    short,
     smooth,
 )
 from launcher.reporting.numbers import best_eval, column, lost_losses, own_metric
@@ -102,7 +103,7 @@ def _points(name: str, places: Sequence[tuple[int, Value]], texts: Sequence[str]
     return {
         **{"type": "scatter", "mode": "markers", "name": name, "text": list(texts)},
         "x": [x for x, _ in places],
-        "y": [y for _, y in places],
+        "y": [short(y) for _, y in places],  # as the line's, or they would lie beside it
         "marker": {"symbol": symbol, "size": 9, "color": tint, "line": {"width": 1, "color": "#ffffff"}},
         "hovertemplate": "%{text}",
     }

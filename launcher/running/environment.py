@@ -17,6 +17,7 @@ import launcher
 from launcher.errors import ExitCode
 from launcher.planning.secrets import masked
 from launcher.running.facts import cpu_count, ram_bytes
+from launcher.streams import printable
 
 PACKAGES = (
     *("torch", "torchvision", "deepspeed", "transformers", "peft", "accelerate", "datasets", "tokenizers"),
@@ -127,17 +128,7 @@ def _chosen(packages: dict[str, str]) -> dict[str, str]:
 
 def _variables() -> dict[str, str]:
     found = {name: value for name, value in sorted(os.environ.items()) if VARIABLES.fullmatch(name)}
-    return {name: _printable(value) for name, value in masked(found).items()}
-
-
-def _printable(text: str) -> str:
-    """The text with escapes for line ends, control characters, and bytes that are no UTF-8, which files cannot hold.
-
-    Example:
-        >>> print(_printable("INFO\\n\\udcff"))
-        INFO\\n\\udcff
-    """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return {name: printable(value, keep="") for name, value in masked(found).items()}
 
 
 def _output(*argv: str) -> str:

@@ -27,6 +27,7 @@ from launcher.spec import MISSING, RunConfig
 
 DEFAULT_HOSTFILE = Path("hostfiles/default")
 # The demo's rows; `launcher.training.digits` makes them, and a test holds the two equal.
+ADAPTER = "adapter_config.json"
 DIGITS_ROWS = {"train": 6400, "eval": 256}
 NVIDIA_SMI = "nvidia-smi --query-gpu=index,uuid,name,memory.total,compute_cap --format=csv,noheader,nounits"
 NO_DEVICE = ("-1", "NoDevFiles")  # how GPUs are hidden; the second is Slurm's
@@ -51,6 +52,7 @@ class _Gatherer:
         config, root = self.config, self.cwd / self.config.run.root
         resume = self._resume()
         gpus, hostfile = self._gpus(), self._hostfile()
+        self._adapter()
         data = config.dataset
         digits = data.format == "digits" or data.name == "digits"
         named = Path(config.run.dir) if config.run.dir else root / config.run.name if config.run.name else None
@@ -181,6 +183,15 @@ class _Gatherer:
             self._problem(f"{text.path} holds no JSON object", "model.path=FOLDER with a whole config.json")
             return None
         return arch
+
+    def _adapter(self) -> None:
+        """Note that model.adapter is no folder of an adapter; what it holds, the ranks look at."""
+        folder = self.config.model.adapter
+        if folder is None or self.config.resume is not None:  # a checkpoint has the weights that it began with
+            return
+        if not os.path.isfile(self.cwd / folder / ADAPTER):
+            text = f"{self._named('model.adapter', folder)}: no {ADAPTER} in it"
+            self._problem(text, "model.adapter=FOLDER as peft, or export RUN --adapter, writes it")
 
     def _weights(self) -> bool:
         model = self.config.model

@@ -171,6 +171,8 @@ def _shipped(plan: RunPlan) -> Iterator[tuple[str, str]]:
     config = plan.config
     if config.model.path is not None:
         yield "model.path", config.model.path
+    if config.model.adapter is not None and plan.resume_from is None:
+        yield "model.adapter", config.model.adapter
     yield from datafiles.paths(config.dataset)
     if plan.resume_from is not None:
         yield "resume", str(Path(plan.resume_from, COMPLETE))

@@ -226,6 +226,9 @@ def render_time(seconds: float | None) -> str:
 SENTENCES: dict[str, Callable[[Line], str]] = {
     "checkpoint": lambda line: f"saved step {line.get('step')}: {_shown(line)}",
     "export": lambda line: f"exported: {_shown(line)}",
+    "early_stop": lambda line: (
+        f"stopped early at step {line.get('step')}: {line.get('evaluations')} evaluations in a row without a new best"
+    ),
     "contact_lost": lambda line: f"contact with {line.get('host')} is lost ({line.get('reason')}): trying again",
     "contact_back": lambda line: f"contact with {line.get('host')} is back after {line.get('seconds', 0):.0f} s",
     "tracker": lambda line: f"{line.get('name')}: {line.get('where')}",

@@ -157,11 +157,12 @@ class _Run:
 def _greeting(plan: RunPlan, run: RunDir, notes: Sequence[str]) -> list[str]:
     config = plan.config
     steps = "an unknown number of" if plan.batch.total_steps is None else f"{plan.batch.total_steps:,}"
+    ranks = f"{plan.world_size} rank{'s' * (plan.world_size > 1)}"
     others = len(plan.hosts) - 3
     names = ", ".join(host.name for host in plan.hosts[:3]) + (f" and {others} more" if others > 0 else "")
     return [
         f"run     {short_path(run.path)}",
-        f"plan    {config.model.name}, {config.tune.name} tuning, ZeRO {config.zero.name}, {plan.world_size} ranks on "
+        f"plan    {config.model.name}, {config.tune.name} tuning, ZeRO {config.zero.name}, {ranks} on "
         f"{names} ({plan.gpu_kind or plan.device}), {steps} steps",
         *(f"hosts   {note}" for note in notes),
         *(f"warning: {text}" for text in plan.warnings),

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from launcher import __version__
+from launcher.datafiles import SUFFIXES
 from launcher.errors import ConfigError, ExitCode, MachineError, Problem
 from launcher.plain import from_data, to_data
 from launcher.planning import checks, keys
-from launcher.rundir import RunDir, checkpoint_step, checkpoint_to_export, complete_checkpoints, read_json
+from launcher.rundir import EXPORT, RunDir, checkpoint_step, checkpoint_to_export, complete_checkpoints, read_json
 from launcher.running.state import LATEST, find_folder, is_sweep
 from launcher.spec import BatchPlan, CostModel, Host, RunConfig, RunPlan, plan_from_json, plan_to_json
 
 RUNS = "runs"
-MARK = "launcher.json"  # in an export
 CHANGEABLE = ("dataset.", "model.path", "batch.max_tokens", "task.instruction")
 TARGET = "run folder, its name, `latest` (default), a checkpoint or an export"
 
@@ -125,6 +125,8 @@ def _score(options: argparse.Namespace) -> int:
     out = options.out or Path(f"{Path(files[0]).stem}.scores.jsonl")
     if out.exists() and not options.overwrite:
         raise ConfigError(Problem(f"{out} is there already", tries=("--overwrite", "--out OTHER")))
+    if files[0].lower().endswith(SUFFIXES) and not Path(files[0]).exists():
+        raise ConfigError(Problem(f"{files[0]} does not exist", tries=("python -m launcher score FILE",)))
     plan = _with(plan, dataset=dataclasses.replace(plan.config.dataset, on_bad="skip", max_bad_fraction=1.0))
     return start("score", plan, "--weights", str(target.weights), "--rows", files[0], "--out", str(out))
 
@@ -174,15 +176,19 @@ def find_target(name: str, root: str, *, newest: bool = True) -> Target:
     A run that keeps no checkpoint is its export. Raises ConfigError.
     """
     path = Path(name).expanduser()
-    if (path / MARK).is_file():
+    if (path / EXPORT).is_file():
         return _exported(path)
-    if checkpoint_step(path) is not None and path.is_dir():
-        return _checkpoint(RunDir(path.absolute().parent.parent), path.absolute())
+    if checkpoint_step(path) is not None:
+        run = RunDir(path.absolute().parent.parent)
+        if path.is_dir():
+            return _checkpoint(run, path.absolute())
+        if there := complete_checkpoints(run):
+            raise ConfigError(Problem(f"{path} does not exist", tries=tuple(map(str, there))))
     run = find_folder(name, root)
     if is_sweep(run):
         text = f"{name} is a sweep; each of its jobs is a run"
         raise ConfigError(Problem(text, tries=(f"{run.path}/0",)))
-    if newest and not complete_checkpoints(run) and (run.export / MARK).is_file():
+    if newest and not complete_checkpoints(run) and (run.export / EXPORT).is_file():
         return _exported(run.export)
     return _checkpoint(run, checkpoint_to_export(run).absolute())
 
@@ -200,10 +206,10 @@ def _checkpoint(run: RunDir, folder: Path) -> Target:
 
 def _export_of(name: str, root: str) -> Path:
     path = Path(name).expanduser()
-    if (path / MARK).is_file():
+    if (path / EXPORT).is_file():
         return path
     run = find_folder(name, root)
-    if not (run.export / MARK).is_file():
+    if not (run.export / EXPORT).is_file():
         text = f"{run.path} has no export"
         raise ConfigError(Problem(text, tries=(f"python -m launcher export {run.path}",)))
     return run.export
@@ -223,9 +229,9 @@ def _plan_of(run: RunDir) -> RunPlan:
 def _exported(folder: Path) -> Target:
     folder = folder.absolute()
     try:
-        return Target(_plan_of_export(folder, read_json(folder / MARK)), folder, exported=True)
+        return Target(_plan_of_export(folder, read_json(folder / EXPORT)), folder, exported=True)
     except (KeyError, ValueError, TypeError) as error:
-        text = f"{folder / MARK} is of another version: {type(error).__name__} {error}"
+        text = f"{folder / EXPORT} is of another version: {type(error).__name__} {error}"
         raise ConfigError(Problem(text, tries=("python -m launcher export RUN",))) from None
 
 

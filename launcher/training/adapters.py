@@ -15,9 +15,9 @@ from launcher.errors import ConfigError, Problem
 from launcher.families import why_no_adapter
 from launcher.spec import RunPlan, TuneConfig
 from launcher.training.models import DTYPES
+from launcher.training.tuning import PEFT_PREFIX
 
-WEIGHTS = "adapter_model.safetensors"
-PEFT = "base_model.model."  # what peft puts before a model's own names
+WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _SCORER = "model."
 _PART = re.compile(r"(?P<module>.+)\.lora_(?P<part>A|B|magnitude_vector)\.\w+\.weight")
 MERGE = "checkpoint.merge=true (export --merge)"
@@ -69,7 +69,7 @@ def write(plan: RunPlan, masters: Iterable[tuple[str, Tensor]], folder: Path) ->
     whole: set[str] = set()
     tensors: dict[str, Tensor] = {}
     for name, value in masters:
-        live = name.removeprefix(_SCORER).removeprefix(PEFT)
+        live = name.removeprefix(_SCORER).removeprefix(PEFT_PREFIX)
         found = part_of(live)
         (adapted if found else whole).add(found[0] if found else live.rpartition(".")[0])
         tensors[_saved_name(live)] = value.to(DTYPES[plan.precision]).contiguous()
@@ -97,8 +97,8 @@ def _saved_name(live: str) -> str:
     """
     found = part_of(live)
     if found is None:
-        return f"{PEFT}{live}"
-    return f"{PEFT}{found[0]}.lora_{found[1]}" + ("" if found[1] == "magnitude_vector" else ".weight")
+        return f"{PEFT_PREFIX}{live}"
+    return f"{PEFT_PREFIX}{found[0]}.lora_{found[1]}" + ("" if found[1] == "magnitude_vector" else ".weight")
 
 
 def check(folder: Path, adapted: Iterable[str]) -> None:
@@ -106,7 +106,7 @@ def check(folder: Path, adapted: Iterable[str]) -> None:
     saved = load_file(folder / WEIGHTS)
     moved = False
     for module in adapted:
-        a, b = (saved.get(f"{PEFT}{module}.lora_{side}.weight", torch.empty(0)) for side in "AB")
+        a, b = (saved.get(f"{PEFT_PREFIX}{module}.lora_{side}.weight", torch.empty(0)) for side in "AB")
         if not a.numel() or not b.numel() or a.shape[0] != b.shape[1]:
             raise RuntimeError(f"the adapter of {module} was not saved whole: A {list(a.shape)}, B {list(b.shape)}")
         moved = moved or bool(b.any())

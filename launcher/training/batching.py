@@ -16,8 +16,10 @@ import torch
 
 from launcher.spec import CostModel
 from launcher.training.attention import Layout, make_layout
-from launcher.training.encoding import Encoded, MediaKey, MediaSlot
+from launcher.training.encoding import Encoded
 from launcher.training.jsonl import RowError
+from launcher.training.pieces import MediaKey, MediaSlot
+from launcher.training.rows import too_large
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +55,7 @@ def make_units(
             longest = max(len(group.prompts[d]) for d in chunk) if padded_rows else 0
             unit = Unit(index, chunk, tokens, share * tokens, longest)
             if (needed := unit.beside(0, 0, 0)) > max_tokens:
-                raise RowError(
-                    f"{group.row.where}: row {group.row.id}: {len(chunk)} documents need {needed} tokens in one "
-                    f"micro-batch and batch.max_tokens={max_tokens}; raise it, or give the row fewer documents"
-                )
+                raise RowError(too_large(group.row, len(chunk), needed, max_tokens))
             units.append(unit)
     return units
 
@@ -155,14 +154,20 @@ class MicroBatch:
 
 
 def collate(
-    groups: Sequence[Encoded], units: Sequence[Unit], pixels: Mapping[MediaKey, np.ndarray], *, padded: bool
+    groups: Sequence[Encoded],
+    units: Sequence[Unit],
+    pixels: Mapping[MediaKey, np.ndarray],
+    *,
+    padded: bool,
+    dtype: torch.dtype = torch.float32,
 ) -> MicroBatch:
-    """Pack units into one micro-batch; `pixels` holds their images' patch rows. `padded` also lays out the CPU kernel's
-    segments. An empty micro-batch holds one token and no document."""
+    """Pack units into one micro-batch; `pixels` holds their images' patch rows, which become `dtype`, the tower's: two
+    steps of them wait in memory. `padded` also lays out the CPU kernel's segments. An empty micro-batch holds one token
+    and no document."""
     builder = _Builder()
     for unit in units:
         builder.add(groups[unit.index], unit)
-    return builder.build(pixels, padded=padded)
+    return builder.build(pixels, padded=padded, dtype=dtype)
 
 
 class _Builder:
@@ -200,9 +205,8 @@ class _Builder:
         rows = (self.size, self.size + end - begin)
         self.ids.append(prompt.ids[begin:end])
         if prompt.answer is not None:
-            answers = np.nonzero(prompt.answer[max(begin, 1) : end])[0] + max(
-                begin, 1
-            )  # nothing predicts the first token
+            first = max(begin, 1)  # nothing predicts the very first token
+            answers = np.nonzero(prompt.answer[first:end])[0] + first
             self.predicting.append(answers - 1 - begin + rows[0])
             self.predicted.append(prompt.ids[answers])
         self.positions.append(prompt.positions[:, begin:end])
@@ -212,7 +216,7 @@ class _Builder:
         self.size = rows[1]
         return rows
 
-    def build(self, pixels: Mapping[MediaKey, np.ndarray], *, padded: bool) -> MicroBatch:
+    def build(self, pixels: Mapping[MediaKey, np.ndarray], *, padded: bool, dtype: torch.dtype) -> MicroBatch:
         if not self.ids:
             self.ids, self.positions = [np.zeros(1, np.int64)], [np.zeros((3, 1), np.int64)]
             self.queries, self.prefixes = [(0, 1)], [(0, 0)]
@@ -227,10 +231,10 @@ class _Builder:
             predicted=torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *self.predicted])),
             group=torch.tensor(self.group, dtype=torch.int64),
             document=torch.tensor(self.document, dtype=torch.int64),
-            **self._images(pixels),
+            **self._images(pixels, dtype),
         )
 
-    def _images(self, pixels: Mapping[MediaKey, np.ndarray]) -> dict[str, torch.Tensor | None]:
+    def _images(self, pixels: Mapping[MediaKey, np.ndarray], dtype: torch.dtype) -> dict[str, torch.Tensor | None]:
         if not self.visual:
             return dict.fromkeys(("pixel_values", "grid_thw", "visual_rows", "visual_source"))
         distinct = list({slot.key: slot for _, slot in self.visual}.values())
@@ -239,7 +243,7 @@ class _Builder:
         rows = [np.arange(row, row + s.tokens) for row, s in self.visual]
         origin = [np.arange(s.tokens) + source[s.key] + s.offset for _, s in self.visual]
         return {
-            "pixel_values": torch.from_numpy(np.concatenate([pixels[slot.key] for slot in distinct])),
+            "pixel_values": torch.from_numpy(np.concatenate([pixels[slot.key] for slot in distinct])).to(dtype),
             "grid_thw": torch.tensor([slot.grid for slot in distinct]),
             "visual_rows": torch.from_numpy(np.concatenate(rows)),
             "visual_source": torch.from_numpy(np.concatenate(origin)),

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from launcher.families import PARTS, instruction_of
+from launcher.families import PARTS, family_of, instruction_of
 from launcher.rundir import RunDir, write_atomic
 from launcher.spec import RunPlan
 
@@ -27,7 +27,7 @@ def write_card(folder: Path, plan: RunPlan, state: dict[str, Any], *, merged: bo
     lines = [
         *_front(plan, merged),
         "",
-        f"# {plan.run_id}",
+        f"# {Path(plan.run_dir).name}",
         "",
         f"A fine-tuned {base_name(plan)} that {PURPOSE.get(task, task)}.",
         *(["How to load, serve and check it: [SERVE.md](SERVE.md)."] if (folder / "SERVE.md").is_file() else []),
@@ -36,6 +36,7 @@ def write_card(folder: Path, plan: RunPlan, state: dict[str, Any], *, merged: bo
         "|---|---|",
         *(f"| {name} | {value} |" for name, value in facts),
         "",
+        *(_classifier(plan, state) if task == "classify" else []),
         *_metrics(plan, state),
         "## Limits",
         "",
@@ -88,12 +89,65 @@ def _facts(plan: RunPlan, state: dict[str, Any], merged: bool) -> list[tuple[str
 
 def _tuning(plan: RunPlan, merged: bool) -> str:
     tune = plan.config.tune
-    parts = ", ".join(f"{part} {getattr(tune, part)}" for part in PARTS if hasattr(tune, part))
+    kinds = {part: getattr(tune, part) for part in PARTS if hasattr(tune, part)}
+    if plan.config.task.name == "classify":
+        kinds["head"] = "full, a row of weights a class"  # whatever tune.head says of lm_head
+    parts = ", ".join(f"{part} {kind}" for part, kind in kinds.items())
     if "lora" not in (tune.language, tune.vision, tune.projector):
         return parts
-    kinds = [name for name, on in (("rank-stabilised", tune.use_rslora), ("DoRA", tune.use_dora)) if on]
+    extras = [name for name, on in (("rank-stabilised", tune.use_rslora), ("DoRA", tune.use_dora)) if on]
     how = "merged into the weights" if merged else "this folder holds the adapter alone"
-    return f"{parts}; LoRA r {tune.r}, alpha {tune.lora_alpha:g}{''.join(f', {kind}' for kind in kinds)}, {how}"
+    return f"{parts}; LoRA r {tune.r}, alpha {tune.lora_alpha:g}{''.join(f', {kind}' for kind in extras)}, {how}"
+
+
+def _classifier(plan: RunPlan, state: dict[str, Any]) -> list[str]:
+    """How to ask for a class with transformers alone: none of its classes has this head beside a vision tower."""
+    family = family_of(plan.config.model, plan.arch)
+    said = plan.config.task.system
+    content = [{"type": "text", "text": said}] if family.sees else said
+    system = "" if said is None else json.dumps({"role": "system", "content": content}, ensure_ascii=False) + ", "
+    code = _SEEING_CLASSIFIER if family.sees else _TEXT_CLASSIFIER
+    code = code.replace("@CLASSES@", json.dumps(state.get("classes") or plan.config.task.classes, ensure_ascii=False))
+    code = code.replace("@SYSTEM@", system)
+    return ["## A class for a row", "", "In this folder:", "", "```python", *code.strip().splitlines(), "```", ""]
+
+
+_TEXT_CLASSIFIER = """
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoTokenizer
+
+classes = @CLASSES@
+tokenizer = AutoTokenizer.from_pretrained(".")
+model = AutoModel.from_pretrained(".").eval()
+head = load_file("head.safetensors")["head.weight"].float()  # [classes, hidden size]
+
+chat = [@SYSTEM@{"role": "user", "content": "a red bicycle"}]
+prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+with torch.no_grad():
+    hidden = model(**tokenizer(prompt, return_tensors="pt")).last_hidden_state[0, -1].float()
+probabilities = (head @ hidden).softmax(dim=0)
+print(classes[int(probabilities.argmax())], probabilities.tolist())
+"""
+
+_SEEING_CLASSIFIER = """
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoProcessor
+
+classes = @CLASSES@
+processor = AutoProcessor.from_pretrained(".")
+model = AutoModel.from_pretrained(".").eval()
+head = load_file("head.safetensors")["head.weight"].float()  # [classes, hidden size]
+
+# A picture: {"type": "image"} before the text, and images=[...] for the processor, in reading order.
+chat = [@SYSTEM@{"role": "user", "content": [{"type": "text", "text": "a red bicycle"}]}]
+prompt = processor.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+with torch.no_grad():
+    hidden = model(**processor(text=[prompt], return_tensors="pt")).last_hidden_state[0, -1].float()
+probabilities = (head @ hidden).softmax(dim=0)
+print(classes[int(probabilities.argmax())], probabilities.tolist())
+"""
 
 
 def _metrics(plan: RunPlan, state: dict[str, Any]) -> list[str]:
@@ -111,7 +165,8 @@ def evaluated(run: RunDir, step: int) -> dict[str, float]:
         return {}
     lines = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines() if '"eval/' in line]
     last: dict[str, Any] = next((line for line in reversed(lines) if line.get("step") == step), {})
-    return {name: float(value) for name, value in last.items() if name.startswith("eval/")}
+    found = {name: value for name, value in last.items() if name.startswith("eval/")}
+    return {name: float(value) for name, value in found.items() if value is not None}  # null: it was not finite
 
 
 def _limits(plan: RunPlan) -> list[str]:

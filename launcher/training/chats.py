@@ -73,7 +73,8 @@ class ChatEncoder:
         """The group's prompts, each with its answer behind it."""
         prompts = []
         for prompt, label in zip(group.prompts, group.labels, strict=True):
-            answer = self.pieces.prompt([self.pieces.part(Text("yes" if label > 0 else "no")), self.pieces.part(END)])
+            word = "yes" if label >= 0.5 else "no"  # below 1 it is how likely a document is relevant
+            answer = self.pieces.prompt([self.pieces.part(Text(word)), self.pieces.part(END)])
             ids = np.concatenate([prompt.ids, answer.ids])
             positions = np.concatenate([prompt.positions, prompt.positions[:, -1:] + 1 + answer.positions], axis=1)
             prompts.append(Prompt(ids, positions, prompt.media, np.arange(len(ids)) >= len(prompt)))

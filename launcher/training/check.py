@@ -9,10 +9,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from launcher.arithmetic import steps_per_epoch
-from launcher.errors import ConfigError, ExitCode, Problem
+from launcher.errors import ConfigError, ExitCode, LauncherError, Problem
 from launcher.prepared import SPLITS, columns, histogram_lines, lengths_folder, modality_lines, summary_of
 from launcher.rundir import read_json, write_json
 from launcher.spec import RunConfig, RunPlan
+from launcher.streams import printable
 from launcher.training.functions import load_function
 from launcher.training.jsonl import BadRow
 from launcher.training.prepare import Prepared, prepare, problems_of, read_rows
@@ -37,7 +38,7 @@ def main(plan: RunPlan, *, lengths: bool = False, show: int = 0) -> int:
                 from launcher.training.show import show_rows
 
                 show_rows(plan, prepare(plan, "train"), show)
-    except ConfigError as error:
+    except LauncherError as error:
         print(error.render(), file=sys.stderr)
         return int(error.exit_code)
     return int(ExitCode.OK)
@@ -57,7 +58,7 @@ def check_data(plan: RunPlan, *, decode: bool = False) -> dict[str, RowStore]:
         listed += [_listed(split, row) for row in store.bad]
         print(_summary(split, store), flush=True)
         if store.bad:
-            print("\n".join(_by_reason(store.bad)), flush=True)
+            print(printable("\n".join(_by_reason(store.bad))), flush=True)
         if split == "train" and len(store):
             _say_steps(plan.config, len(store))
         problems += problems_of(plan.config, split, store)
@@ -98,7 +99,7 @@ def check_lengths(plan: RunPlan, splits: Iterable[str]) -> None:
             print(f"        images of {_count(lengths['shrunk'], 'prompt')} scaled down to fit it")
         if len(found) and found.left_out:
             named = ", ".join(row.id for row in found.left_out[:SHOWN])
-            print(f"        {_count(len(found.left_out), 'row')} too long: {named}", flush=True)
+            print(f"        {_count(len(found.left_out), 'row')} too long: {printable(named)}", flush=True)
         print(
             "\n".join(f"        {line}" for line in (*modality_lines(summary), *histogram_lines(summary))), flush=True
         )
@@ -147,6 +148,8 @@ def _summary(split: str, store: RowStore) -> str:
         parts.append("only their headers read")
     if found["repeats"]:
         parts.append(f"{_count(found['repeats'], 'repeated document')} dropped")
+    if found["contradictory"]:
+        parts.append(f"{_count(found['contradictory'], 'document')} on both sides dropped")
     if store.bad:
         parts.append(f"{_count(len(store.bad), 'bad row')}")
     return f"{split:<8}{', '.join(parts)}"

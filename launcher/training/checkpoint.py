@@ -41,6 +41,7 @@ from launcher.rundir import (
     write_atomic,
 )
 from launcher.spec import RunPlan
+from launcher.training.base import base_of, check_base
 from launcher.training.engine_state import (
     KINDS,
     MASTER,
@@ -122,6 +123,7 @@ def save(
         "version": plan.version,
         "engine": {"global_steps": engine.global_steps, "skipped_steps": engine.skipped_steps, **loss_scaler(engine)},
         "fingerprint": fingerprint(plan.config, plan.arch),
+        "base": base_of(plan),
         "parameters": {name: {"shape": list(shapes[name]), "file": f} for f, names in files.items() for name in names},
     }
     together(group, partial(_finish, run, aside, final, content, random) if first else None)
@@ -262,6 +264,7 @@ def _load_own(engine: DeepSpeedEngine, folder: Path, plan: RunPlan, beat: Callab
     problems = misfits(state["fingerprint"], now, str(folder)) or _shape_problems(saved, shapes, folder)
     if problems:
         raise ConfigError(*problems)
+    check_base(plan, state, folder)
     for kind, name, tensor in _tensors(folder, KINDS):
         beat()
         write_state(engine, parameters[name], kind, tensor)

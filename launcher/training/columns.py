@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.training.content import (
+    as_documents,
     as_list,
     read_images,
     read_instruction,
@@ -24,7 +25,10 @@ from launcher.training.rows import Content, Turn
 from launcher.training.swift import label_text, swift_chat
 
 TARGETS = ("label", "labels", "score", "scores")
-NOTES = ("id", "idx", "index", "query_id", "source", "type", "dataset", "language")  # columns that say no text
+NOTES = ("id", "idx", "index", "qid", "query_id", "source", "type", "dataset", "language")  # columns that say no text
+INDEX = re.compile(r"__index_level_\d+__|Unnamed: \d+")  # what pandas calls a table's row numbers
+ASKS, ANSWERS = ("anchor", "query", "question"), ("positive",)
+NEGATIVE = re.compile(r"(?:hard_)?negative(?:_\d+)?")
 FLAG_KEYS = {"query", "pos", "neg", "pos_scores", "neg_scores", "prompt", "query_prompt", "type", "id"}
 PAIR_KEYS = {"query", "response", "rejected_response", "document", "label", "score", "instruction", "system", "id"}
 TEXT_KEYS = ("text", "query", "sentence", "content")
@@ -36,7 +40,7 @@ def flagembedding_parts(row: dict[str, Any], folder: Path) -> Parts:
     refuse_lost(row, FLAG_KEYS, f"known keys: {', '.join(sorted(FLAG_KEYS))}")
     documents: list[Document] = []
     for key, label in (("pos", 1.0), ("neg", 0.0)):
-        texts = as_list(row.get(key))
+        texts = as_documents(row.get(key), f'"{key}"')
         scores: list[Any] = [None] * len(texts)
         if row.get(f"{key}_scores"):
             scores = list(as_list(row[f"{key}_scores"]))
@@ -59,7 +63,7 @@ def sentence_transformers_parts(row: dict[str, Any], folder: Path) -> Parts:
     if "documents" in row and "positive" in row:
         return _sample(row, folder)
     targets = [key for key in row if key in TARGETS]
-    columns = [key for key in row if key not in TARGETS and key not in NOTES]
+    columns = _columns({key: row[key] for key in row if key not in (*TARGETS, *NOTES) and not INDEX.fullmatch(key)})
     if len(columns) < 2 or len(targets) > 1:
         raise RowError(f"unknown format: two or more columns and at most one of {', '.join(TARGETS)} are expected")
     target = row[targets[0]] if targets else None
@@ -123,6 +127,29 @@ def labelled_talk(row: dict[str, Any], folder: Path) -> Talk:
         raise RowError(f"no text and no image: one of {', '.join((*TEXT_KEYS, *MEDIA_KEYS))} is expected")
     system = (Turn("system", (read_text(row["system"], '"system"'),)),) if row.get("system") else ()
     return Talk((*system, Turn("user", tuple(content))), label_text(row.get("label")))
+
+
+def _columns(cells: dict[str, Any]) -> list[str]:
+    """Columns of texts, the query first; where names say which is the positive, their order does not count.
+
+    An empty cell is a column that the row has not, so that by order alone a negative could become the positive.
+    """
+    keys = list(cells)
+    negatives = [key for key in keys if NEGATIVE.fullmatch(key)]
+    if not negatives and "positive" not in keys:
+        return keys
+    asks, answers = ([key for key in keys if key in names] for names in (ASKS, ANSWERS))
+    if not answers:
+        raise RowError("no positives")
+    if not asks and keys[0] in (*answers, *negatives):
+        raise RowError("no query")
+    asks = asks or keys[:1]
+    others = (key for key in keys if key not in (*asks, *answers, *negatives) and not key.endswith(("_id", "_ids")))
+    unknown = [key for key in others if isinstance(cells[key], str | dict | list)]
+    if len(asks) > 1 or unknown:
+        named = ", ".join(unknown or asks[1:])
+        raise RowError(f"unknown key: {named}; beside a query, positive and negatives no other text is expected")
+    return [*asks, *answers, *negatives]
 
 
 def _query(row: dict[str, Any], folder: Path) -> Content:

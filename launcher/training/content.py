@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import difflib
+import json
 import math
 import os
 import re
@@ -20,7 +21,14 @@ FRAMES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")  # what a list of nothing el
 TAGS = re.compile(r"(<image>|<video>)")
 WORDS = {"yes": 1.0, "no": 0.0, "true": 1.0, "false": 0.0}  # labels written out
 DOCUMENTS = ("negative", "negatives", "positive", "positives")
-MEANINGFUL = ("image", "video", "audio", "score", "label")  # a row's key named so is never ignored
+# A row's key named so is never ignored.
+MEANINGFUL = ("image", "img", "picture", "video", "audio", "score", "label", "bbox", "objects", "tools")
+# Nor are documents by another format's name, or an answer to avoid.
+LOST = re.compile(
+    r"(?:hard_)?(?:pos|neg|positive|negative)s?(?:_(?:docs?|documents?|passages?|ctxs?|\d+))?|"
+    r"rejected(?:_response|_messages|_conversations)?"
+)
+BASE64 = re.compile(r"(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk)[A-Za-z0-9+/]{50,}={0,2}")  # JPEG, PNG, GIF, WebP, BMP
 
 
 def as_list(value: Any) -> list[Any]:
@@ -28,6 +36,21 @@ def as_list(value: Any) -> list[Any]:
     if value is None:
         return []
     return value if isinstance(value, list) else [value]
+
+
+def as_documents(value: Any, name: str) -> list[Any]:
+    """`as_list`, and the list that a table's cell of text holds as JSON; raises RowError for Python's form."""
+    text = value.strip() if isinstance(value, str) else ""
+    if not (text.startswith("[") and text.endswith("]")):
+        return as_list(value)
+    try:
+        found = json.loads(text)
+    except ValueError:
+        if text[1] in "'\"":
+            raise RowError(f"wrong type: {name} is one text that looks like a list; write it as JSON") from None
+        return as_list(value)
+    documents = isinstance(found, list) and all(isinstance(item, str | dict) for item in found)
+    return found if documents else as_list(value)  # a text may well be [1]
 
 
 def read_text(value: Any, name: str) -> str:
@@ -71,7 +94,7 @@ def read_instruction(value: Any) -> str | None:
 
 
 def read_image(value: Any, folder: Path, name: str, limits: dict[str, Any] | None = None) -> Image:
-    """A picture from a path, a data URI, {"path", "min_pixels", "max_pixels"}, or {"bytes", "path"} as tables hold it.
+    """A picture from a path, a data URI, base64, {"path", "min_pixels", "max_pixels"}, or {"bytes", "path"} of a table.
 
     A relative path is looked for in the data file's folder, then in the working folder.
     """
@@ -85,12 +108,12 @@ def read_image(value: Any, folder: Path, name: str, limits: dict[str, Any] | Non
         value = value.get("path", value.get("image"))
     elif isinstance(value, bytes):
         data = value
-    elif isinstance(value, str) and value.startswith("data:"):
-        data = _decode_data_uri(value)
     if data is None and not isinstance(value, str):
         raise RowError(f"wrong type: {name} must be the path of an image, not {describe(value)}")
     if data is None and value.startswith("data:"):
         data = _decode_data_uri(value)
+    elif data is None and BASE64.fullmatch(value):
+        data = _bytes(value, name)
     return Image(
         path=find_file(value, folder) if data is None else None,
         data=data,
@@ -163,6 +186,8 @@ def refuse_lost(row: dict[str, Any], known: set[str], hint: str) -> None:
             near = [name for name in sorted(known) if key.lower().endswith(name) and name in DOCUMENTS]
         if near:
             raise RowError(f"unknown key: {key}; did you mean {near[0]}?")
+        if LOST.fullmatch(key.lower()):
+            raise RowError(f"unknown key: {key}; {hint}")
 
 
 def _pixels(value: Any, key: str) -> int | None:
@@ -215,4 +240,6 @@ def find_file(value: str, folder: Path, kind: str = "image") -> str:
         candidate = os.path.normpath(os.path.join(base, path))
         if os.path.isfile(candidate):
             return candidate
-    raise RowError(f"{kind} file missing: {value if value == value.strip() else repr(value)}")
+    shown = value if value == value.strip() and value.isprintable() else repr(value)
+    shown = shown if len(shown) <= 300 else f"{shown[:300]}..."
+    raise RowError(f"{kind} file missing: {shown}")

@@ -53,9 +53,17 @@ def detect(row: dict[str, Any], task: str) -> str:
         return "swift"
     if task == "classify" and "label" in keys and "response" not in keys and "document" not in keys:
         return "labelled"
-    if "messages" in keys:
+    if "messages" in keys or (task == "sft" and _is_answered(row)):
         return "swift_chat"
     return _of_a_reranker(row) or _unknown(row, task)
+
+
+def _is_answered(row: dict[str, Any]) -> bool:
+    """Whether a row without messages is a question with its answer: of these forms, one with no mark of a judgement."""
+    keys = row.keys()
+    if {"query", "response"} <= keys:
+        return not keys & {"rejected_response", "label", "score", "document"}
+    return {"instruction", "output"} <= keys and "<Document>:" not in str(row.get("input"))
 
 
 def _of_a_reranker(row: dict[str, Any]) -> str | None:

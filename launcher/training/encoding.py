@@ -14,22 +14,12 @@ from launcher.families import family_of, instruction_of
 from launcher.spec import CostModel, RunPlan
 from launcher.training.jsonl import RowError
 from launcher.training.media import media_rule
-from launcher.training.pieces import MediaKey, MediaSlot, PieceEncoder, Prompt
+from launcher.training.pieces import MediaSlot, PieceEncoder, Prompt
 from launcher.training.prompts import reranker_prompt
 from launcher.training.rows import Group, Image, Row, Video
 from launcher.training.segments import with_segments
 
-__all__ = [
-    "Encoded",
-    "Encoder",
-    "MediaKey",
-    "MediaSlot",
-    "PieceEncoder",
-    "Prompt",
-    "RowEncoder",
-    "make_encoder",
-    "shared_prefix",
-]
+PATCHES = 4  # that merge into one visual token, in all families
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +37,14 @@ class Encoded:
         """Tokens computed for the group: the prefix once, then each document's own."""
         return self.prefix + sum(len(p) - self.prefix for p in self.prompts)
 
-    def cost(self, model: CostModel, patch_factor: int = 4) -> float:
-        """Predicted forward FLOPs; `patch_factor` patches merge into one visual token."""
+    def cost(self, model: CostModel) -> float:
+        """Predicted forward FLOPs."""
         pairs = self.prefix**2 / 2
         for prompt in self.prompts:
             own = len(prompt) - self.prefix
             pairs += own * (self.prefix + own / 2)
         # The tower attends within one image, or within one temporal patch of a video.
-        patches = [(slot.grid[0], slot.features * patch_factor) for slot in self.unique_media()]
+        patches = [(slot.grid[0], slot.features * PATCHES) for slot in self.unique_media()]
         visual = sum(model.patch * n + model.patch_pair * n * n / times for times, n in patches)
         return model.token * self.tokens + model.token_pair * pairs + visual
 

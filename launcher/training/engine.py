@@ -21,7 +21,8 @@ from launcher.training.timing import Stopwatch
 def build_scorer(plan: RunPlan, processor: Any, device: torch.device) -> scoring.Scorer:
     """The plan's model, tuned as asked, with its attention kernel installed; not yet in an engine."""
     tune, family = plan.config.tune, family_of(plan.config.model, plan.arch)
-    adapter = None if plan.config.model.adapter is None else Path(plan.config.model.adapter)
+    begins = plan.config.model.adapter is not None and plan.resume_from is None  # a checkpoint has newer ones
+    adapter = Path(str(plan.config.model.adapter)) if begins else None
     if adapter is not None:
         warmstart.check_settings(adapter, tune)
     ids = processors.token_ids(processor)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -63,26 +65,27 @@ def score_rows(
 ) -> Outputs | None:
     """What the model makes of every row, on every rank; the work is shared and groups may be split.
 
-    Rows are taken some batches at a time: their pixels need not fit in memory together. None when `stopping`
+    Rows are divided some at a time, and the pixels of two micro-batches are in memory. None when `stopping`
     (collective, asked once in such a while) says so. `beat` is called for each batch, as a sign of progress.
     """
-    chunk = 4 * maker.plan.batch.global_size
-    shares = prefetched(lambda i: maker.scoring(rows[i * chunk : (i + 1) * chunk]), 0, -(-len(rows) // chunk))
+    size = 4 * maker.plan.batch.global_size
+    firsts = range(0, len(rows), size)
+    batches = prefetched((first, batch) for first in firsts for batch in maker.scoring(rows[first : first + size]))
     engine.eval()
     mine = Outputs()
     lines: list[_Line] = []
     with torch.no_grad():
-        for number, share in enumerate(shares):
+        for first, several in groupby(batches, key=itemgetter(0)):
             if stopping():
                 return None
-            for batch in share.micro_batches:
+            for _, batch in several:
                 beat()
                 outputs = engine(batch.to(rank.device))
                 if maker.loss.unit == "answer":
-                    mine.chats |= {row + number * chunk for row in batch.group.tolist()}
+                    mine.chats |= {row + first for row in batch.group.tolist()}
                     mine.losses.append((float(outputs.double().sum()), len(outputs)))
                 else:
-                    lines += _lines(outputs, batch, number * chunk)
+                    lines += _lines(outputs, batch, first)
     found = Outputs(records=_records([line for part in rank.gather(lines) for line in part]))
     for part in rank.gather(mine):
         found.chats |= part.chats
@@ -156,22 +159,28 @@ def numbers(outputs: Outputs, config: RunConfig) -> dict[str, float]:
         count = sum(tokens for _, tokens in outputs.losses)
         loss = math.fsum(value for value, _ in outputs.losses) / count
         return {"eval/loss": loss, "eval/perplexity": math.exp(loss) if loss < 700 else math.inf}
-    loss = held_out_loss(outputs.records, config)
+    value = held_out_loss(outputs.records, config)
+    found = {} if value is None else {"eval/loss": value}
     if config.task.name == "classify":
-        return {"eval/accuracy": accuracy(outputs.records), "eval/loss": loss}
-    return {**summarise(fused(outputs.records, config).records), "eval/loss": loss}
+        return {"eval/accuracy": accuracy(outputs.records), **found}
+    return {**summarise(fused(outputs.records, config).records), **found}
 
 
-def held_out_loss(records: Records, config: RunConfig) -> float:
-    """The loss that the run trains on, of rows that it does not: its sum over its units, divided by their count."""
+def held_out_loss(records: Records, config: RunConfig) -> float | None:
+    """The loss that the run trains on, of rows that it does not: its sum over its units, divided by their count.
+
+    A loss that learns from a teacher is of those rows that have the teacher's scores: None without any.
+    """
     loss, sums, documents = loss_of(config), [], 0
     for row in records.values():
+        if "scores" in loss.targets and any(map(math.isnan, row.taught)):
+            continue
         fields = {"labels": torch.tensor(row.labels), "scores": torch.tensor(row.taught)}
         fields["group"] = torch.zeros(len(row.labels), dtype=torch.int64)
         targets = (fields[name] for name in loss.targets)
         sums.append(float(loss.function(torch.tensor(row.scores), *targets, config.loss)))
         documents += len(row.labels)
-    return math.fsum(sums) / loss.count(documents, len(records))
+    return math.fsum(sums) / loss.count(documents, len(sums)) if sums else None
 
 
 def accuracy(records: Records) -> float:

@@ -18,15 +18,16 @@ from torch import Tensor
 from launcher.errors import ConfigError, Problem
 from launcher.families import family_of, instruction_of
 from launcher.golden import write_golden
+from launcher.hubs import model_source
 from launcher.plain import to_data
-from launcher.rundir import RunDir, checkpoint_to_export, read_json, write_json
+from launcher.rundir import EXPORT, RunDir, checkpoint_to_export, read_json, write_json
 from launcher.spec import RunPlan
-from launcher.training import adapters, card, golden, layouts, models, processors, serving
+from launcher.training import adapters, card, golden, layouts, models, processors, serving, tuning
+from launcher.training.base import check_base
 from launcher.training.checkpoint import read_masters, share
 
 __all__ = ["checkpoint_to_export", "export_from_checkpoint", "put_masters", "verify_export"]
 
-MARK = "launcher.json"  # says which run and step an export came from, and how its rows are read
 HEAD = "head.safetensors"  # of a task whose head is no part of the model: score it with `launcher score` only
 _SCORER = "model."  # Scorer's attribute that holds the model
 
@@ -43,16 +44,18 @@ def export_from_checkpoint(
     earlier export at `out` is replaced, any other folder that is not empty is refused. `each` takes
     tensors and pairs through `RankStatus.each`, say; `warn` hears what is suspicious about the scores.
     """
-    if out.exists() and any(out.iterdir()) and not (out / MARK).is_file():
+    if out.exists() and any(out.iterdir()) and not (out / EXPORT).is_file():
         raise ConfigError(Problem(f"{out} is not empty and no export of this launcher", tries=("another folder",)))
     merge = plan.config.checkpoint.merge
     if not merge:
         adapters.check_exportable(plan)
+    state = read_json(checkpoint / "state.json")
+    check_base(plan, state, checkpoint)
     aside = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     processor = processors.load_processor(plan)
-    state, masters = read_json(checkpoint / "state.json"), each(read_masters(checkpoint))
+    masters = each(read_masters(checkpoint))
     if merge:
         _write_merged(plan, processor, masters, aside)
     else:
@@ -60,7 +63,7 @@ def export_from_checkpoint(
     for weights in aside.glob("*.safetensors"):
         share(weights)
     processor.save_pretrained(aside)
-    write_json(aside / MARK, _origin(plan, state))
+    write_json(aside / EXPORT, _origin(plan, state))
     notes = _write_companions(plan, processor, aside, each)
     for note in notes:
         warn(note)
@@ -100,15 +103,16 @@ def _write_merged(plan: RunPlan, processor: Any, masters: Iterable[tuple[str, Te
 def _write_companions(plan: RunPlan, processor: Any, folder: Path, each: Each) -> list[str]:
     """What other programs want beside the weights, after loading them as those do; returns what looks wrong."""
     task, merged = plan.config.task, plan.config.checkpoint.merge
+    base = None if merged else model_source(plan.config.model)  # of ModelScope: no name that Hugging Face knows
     if task.name != "rerank":
-        verify_export(folder)
+        golden.load_exported(folder, base)
         return []
     sees = hasattr(processor, "image_processor")
     if merged:
         serving.write_cross_encoder(folder, processors.token_ids(processor), sees=sees)
         serving.write_vllm_keys(folder)
         serving.write_guide(folder, instruction_of(plan), sees=sees)
-    scores = golden.compute(golden.Exported(folder), plan.precision, each)
+    scores = golden.compute(golden.Exported(folder, base=base), plan.precision, each)
     write_golden(folder, scores)
     return golden.suspicions(scores)
 
@@ -163,7 +167,7 @@ def model_name(name: str) -> str:
         >>> model_name("model.base_model.model.model.visual.merger.linear_fc1.base_layer.weight")
         'model.visual.merger.linear_fc1.weight'
     """
-    return name.removeprefix(_SCORER).removeprefix(adapters.PEFT).replace(".base_layer.", ".")
+    return name.removeprefix(_SCORER).removeprefix(tuning.PEFT_PREFIX).replace(".base_layer.", ".")
 
 
 def verify_export(folder: Path) -> None:

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from launcher.errors import ConfigError, Problem
-from launcher.rundir import checkpoint_step, damages
+from launcher.rundir import checkpoint_step, damages, read_json
 from launcher.spec import RunPlan
 from launcher.training import adapters, processors
+from launcher.training.base import check_base
 from launcher.training.checkpoint import read_masters
 from launcher.training.encoding import make_encoder
 from launcher.training.engine import build_scorer
@@ -65,6 +66,7 @@ def load(plan: RunPlan, weights: Path) -> Finished:
         broken = damages(weights)
         if broken:
             raise ConfigError(*(Problem(text) for text in broken), title="with this checkpoint")
+        check_base(plan, read_json(weights / "state.json"), weights)
         _put(scorer, read_masters(weights), weights)
     elif (weights / adapters.WEIGHTS).is_file():
         saved = load_file(weights / adapters.WEIGHTS)

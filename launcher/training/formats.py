@@ -12,8 +12,9 @@ None to leave the row out. With "auto" every row is told by its keys: see launch
 from __future__ import annotations
 
 import hashlib
+import os
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -100,15 +101,15 @@ def parse(config: RunConfig, split: str, raw: Raw, make: Make | None = None) -> 
     try:
         row = parse_line(raw.data) if isinstance(raw.data, bytes) else raw.data
         # Null is how columns say that a row hasn't them.
-        row = {key: value for key, value in row.items() if value is not None}
+        given, row = row.keys(), {key: value for key, value in row.items() if value is not None}
         row_id = _row_id(row, number)
         own = ":" in config.dataset.format
         if own:
             made_of_it = _called(config.dataset.format, row)
             if made_of_it is None:
                 return []
-            row, row_id = made_of_it, _row_id(made_of_it, row_id)
-        row = _renamed(row, config.dataset.columns)
+            given, row, row_id = made_of_it.keys(), made_of_it, _row_id(made_of_it, row_id)
+        row = _renamed(row, config.dataset.columns, given)
         name = None if own or config.dataset.format == "auto" else config.dataset.format
         found = _parsed(config, name, row, Path(raw.folder))
         made = (make or _made)(config, split, found, row_id, raw)
@@ -123,10 +124,10 @@ def assemble(config: RunConfig, split: str, rows: Iterable[Row]) -> tuple[list[R
     `dataset.shuffle_labels` (a control: nothing can be learned) permutes the labels within each training group.
     """
     data = config.dataset
-    kept = _joined(rows)
+    kept, bad = _joined(rows, on_bad=data.on_bad)
     if is_divided(data):
         kept = [row for row in kept if (_draw(row) < data.eval_fraction) == (split == "eval")]
-    bad = [BadRow(row.where, row.id, why) for row in kept if (why := _lack(config, split, row))]
+    bad += [BadRow(row.where, row.id, why) for row in kept if (why := _lack(config, split, row))]
     unusable = {row.where for row in bad}
     kept = [row for row in kept if row.where not in unusable] if bad else kept
     if data.shuffle_labels and split == "train":
@@ -152,10 +153,10 @@ def _called(name: str, row: dict[str, Any]) -> dict[str, Any] | None:
     return made
 
 
-def _renamed(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
-    """The row under our names; a column may serve only one of them."""
+def _renamed(row: dict[str, Any], columns: dict[str, str], given: Collection[str]) -> dict[str, Any]:
+    """The row under our names; a column may serve only one of them. `given` are also those of empty cells."""
     for ours, theirs in columns.items():
-        if theirs not in row and ours not in row:
+        if theirs not in given and ours not in given:
             raise RowError(f"no column {theirs} for dataset.columns.{ours}; its keys are {', '.join(sorted(row))}")
     taken = {theirs: ours for ours, theirs in columns.items() if theirs in row}
     return {key: value for key, value in row.items() if key not in taken} | {taken[t]: row[t] for t in taken}
@@ -246,14 +247,15 @@ def _lack(config: RunConfig, split: str, row: Row) -> str | None:
         return "no positives"
     if compared and not data.random_negatives and all(label > 0 for label in row.labels):
         return "no negatives"
-    if split == "train" and config.loss.name == "distill" and row.scores is None:
+    if config.loss.name == "distill" and row.scores is None and (split == "train" or config.metric == "loss"):
         return "no scores: loss=distill learns a teacher's, one a document"
     return None
 
 
-def _joined(rows: Iterable[Row]) -> list[Row]:
+def _joined(rows: Iterable[Row], *, on_bad: str) -> tuple[list[Row], list[BadRow]]:
     """Groups of one judged document each become one group a query, where its first stood."""
     kept: list[Row] = []
+    bad: list[BadRow] = []
     places: dict[Any, int] = {}
     more: dict[int, list[Group]] = {}
     for row in rows:
@@ -267,32 +269,52 @@ def _joined(rows: Iterable[Row]) -> list[Row]:
     for at, others in more.items():
         first = kept[at]
         assert isinstance(first, Group)
-        kept[at] = _merged([first, *others])
-    return kept
+        kept[at] = merged = _merged([first, *others])
+        if merged.contradictory and (on_bad == "error" or not merged.documents):
+            bad.append(_judged_twice([first, *others]))
+    unusable = {row.where for row in bad}
+    return [row for row in kept if row.where not in unusable] if bad else kept, bad
 
 
 def _merged(groups: list[Group]) -> Group:
-    """A document judged twice keeps its first label."""
+    """A document judged twice keeps its first label; one judged both relevant and not is dropped."""
     first = groups[0]
     found: dict[Content, tuple[float, float | None]] = {}
+    sides: dict[Content, set[bool]] = {}
     for group in groups:
         for at, document in enumerate(group.documents):
             found.setdefault(document, (group.labels[at], group.scores[at] if group.scores else None))
-    ordered = sorted(found.items(), key=lambda item: item[1][0] <= 0)
+            sides.setdefault(document, set()).add(group.labels[at] > 0)
+    whole = {document: judged for document, judged in found.items() if len(sides[document]) == 1}
+    both = sum(document not in whole for group in groups for document in group.documents)
+    ordered = sorted(whole.items(), key=lambda item: item[1][0] <= 0)
     scores = tuple(score for _, (_, score) in ordered if score is not None)
     return replace(
         first,
         documents=tuple(document for document, _ in ordered),
         labels=tuple(label for _, (label, _) in ordered),
         scores=scores if len(scores) == len(ordered) else None,
-        repeats=sum(group.repeats for group in groups) + len(groups) - len(ordered),
+        repeats=sum(group.repeats for group in groups) + len(groups) - len(ordered) - both,
+        contradictory=both,
     )
+
+
+def _judged_twice(groups: list[Group]) -> BadRow:
+    """The bad row of groups whose documents contradict one another: the first of them, and the row that does."""
+    before: dict[Content, float] = {}
+    for group in groups:
+        for document, label in zip(group.documents, group.labels, strict=True):
+            if (before.setdefault(document, label) > 0) != (label > 0):
+                shown = describe(" ".join(map(str, document)))
+                reason = f"document both positive and negative: {shown}, by {group.where} too"
+                return BadRow(groups[0].where, groups[0].id, reason)
+    raise AssertionError("no contradiction")
 
 
 def _draw(row: Row) -> float:
     """A number from 0 to below 1 that only the query decides (of a chat: its first message from the user).
 
-    Files count by their last name, so that it is the same wherever the data lie.
+    Files count by their last name and size, so that it is the same wherever the data lie.
     """
     if isinstance(row, Group):
         content = row.query
@@ -306,7 +328,8 @@ def _draw(row: Row) -> float:
             digest.update(b"d" + hashlib.sha256(part.data).digest())
         else:
             path = part.path if part.path is not None else getattr(part, "frames", ("",))[0]
-            digest.update(b"f" + Path(path).name.encode())
+            # Its size too: in many sets each folder has an `image.jpg`, and all rows would ask the same.
+            digest.update(b"f" + Path(path).name.encode() + b"%d" % os.path.getsize(path))
     return int.from_bytes(digest.digest()[:7], "big") / 2**56
 
 

@@ -19,13 +19,13 @@ from safetensors import SafetensorError
 
 from launcher.golden import TOLERANCES, Golden, Item, Pair, sigmoid
 from launcher.training import processors
+from launcher.training.adapters import SETTINGS
 from launcher.training.backbone import core_of
 
 ABOUT = (
     "Scores of built-in pairs, computed by this folder when it was written: python -m launcher evaluate FOLDER --golden"
 )
 PACKAGES = ("torch", "transformers")
-ADAPTER = "adapter_config.json"
 _QUESTION = "Retrieve text that answers the question."
 
 
@@ -36,10 +36,13 @@ class NotLoadable(RuntimeError):
 class Exported:
     """An export, merged or an adapter on its base, as any user of transformers loads it."""
 
-    def __init__(self, folder: Path, device: torch.device | None = None) -> None:
-        """Raises NotLoadable unless every tensor of the model is in the files, in its shape, and no other."""
+    def __init__(self, folder: Path, device: torch.device | None = None, base: str | None = None) -> None:
+        """`base` is where an adapter's base lies, by default what the adapter names.
+
+        Raises NotLoadable unless every tensor of the model is in the files, in its shape, and no other.
+        """
         self.device = device or torch.device("cpu")
-        self.model = _load(folder).to(self.device).eval()
+        self.model = load_exported(folder, base).to(self.device).eval()
         self.processor = load_processor(folder)
         ids = processors.token_ids(self.processor)
         rows = self.model.get_output_embeddings().weight.detach()
@@ -143,13 +146,14 @@ def load_processor(folder: Path) -> Any:
     return processor
 
 
-def _load(folder: Path) -> Any:
-    if not (folder / ADAPTER).is_file():
+def load_exported(folder: Path, base: str | None) -> Any:
+    """The model of an export, on `base` or on what its adapter_config.json names when it is an adapter."""
+    if not (folder / SETTINGS).is_file():
         return load_whole(folder)
     from peft import PeftConfig, PeftModel
 
-    base = load_whole(str(PeftConfig.from_pretrained(folder).base_model_name_or_path))
-    return PeftModel.from_pretrained(base, folder, autocast_adapter_dtype=False)
+    base = base or str(PeftConfig.from_pretrained(folder).base_model_name_or_path)
+    return PeftModel.from_pretrained(load_whole(base), folder, autocast_adapter_dtype=False)
 
 
 def load_whole(source: str | Path) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,7 @@ class BadSteps:
     lr: float
     total: int = 0
     in_a_row: int = 0
+    zeros: int = 0  # steps in a row whose loss is 0
 
     def note(self, step: int, loss: float, units: float, *, skipped: bool) -> str | None:
         """What was bad about a step, None when nothing was; `loss` and `units` (its count) are of all ranks."""
@@ -54,15 +55,33 @@ class BadSteps:
             text += f" (the loss scale is down to {loss_scale:g}: float16 overflows whatever it is)"
         raise TrainingError(Problem(text, tries=self._advice(fault)), title="with this training")
 
+    def idle(self, step: int, loss: float, units: float) -> str | None:
+        """A warning, once, after as many steps in a row whose loss is 0 where that may be right."""
+        self.zeros = self.zeros + (units > 0) if loss == 0 else 0
+        if self.zeros != self.config.train.max_bad_steps or not self._fine_at_zero:
+            return None
+        return f"step {step}: the loss was exactly 0 for {self.zeros} steps in a row, which taught the model nothing"
+
+    @property
+    def _fine_at_zero(self) -> bool:
+        """A margin may be kept by every pair, and what a loss of the user's own may be is not known here."""
+        config = self.config.loss
+        return config.name == "custom" or config.form in ("margin", "margin_mse")
+
+    def saved(self) -> dict[str, int]:
+        """The counts, for a checkpoint."""
+        return {"total": self.total, "in_a_row": self.in_a_row}
+
+    def go_on(self, saved: Mapping[str, int]) -> None:
+        """Count on from a checkpoint; from nothing after one that has no counts."""
+        self.total, self.in_a_row = saved.get("total", 0), saved.get("in_a_row", 0)
+
     def _fault(self, loss: float, units: float, skipped: bool) -> str | None:
         if not math.isfinite(loss):
             return f"the loss is {loss}"
         if skipped:
             return "its update was skipped, since a gradient is not finite"
-        config = self.config.loss
-        # A margin may be kept by every pair, and what a loss of the user's own may be is not known here.
-        fine_at_zero = config.name == "custom" or config.form in ("margin", "margin_mse")
-        return "the loss is exactly 0" if loss == 0 and units > 0 and not fine_at_zero else None
+        return "the loss is exactly 0" if loss == 0 and units > 0 and not self._fine_at_zero else None
 
     def _advice(self, fault: str) -> tuple[str, ...]:
         data = "python -m launcher check data ...   (rows whose documents are all alike, or alone, teach nothing)"
@@ -70,7 +89,12 @@ class BadSteps:
             return (data, *(("precision=bf16 or precision=fp32",) if self.precision == "fp16" else ()))
         other = {"fp16": "precision=bf16 or precision=fp32   (fp16 ends at 65,504)", "bf16": "precision=fp32"}
         calmer = f"optim.lr={self.lr / 10:g}   (or a longer optim.warmup_ratio)"
-        return (*([other[self.precision]] if self.precision in other else []), calmer, data)
+        own = (
+            [f"loss.function={self.config.loss.function}   (what it returns)"]
+            if self.config.loss.name == "custom"
+            else []
+        )
+        return (*own, *([other[self.precision]] if self.precision in other else []), calmer, data)
 
 
 class GradientWatch:
@@ -136,6 +160,26 @@ class GradientWatch:
             tries = (f"tune.{part}=frozen   (leaves that part as it is)", "memory.gradient_checkpointing=none")
             problems.append(Problem(text, tries=tries))
         return TrainingError(*problems, title="with this training")
+
+
+def unseen_pixels(engine: Any, batches: Sequence[MicroBatch], rank: Rank) -> str | None:
+    """A warning when no output of this step depends on its images; None when one does, or there is no image.
+
+    Two forward passes of one micro-batch of each rank; collective. A loader or a processor that drops images leaves a
+    loss that falls all the same, on what the words alone tell.
+    """
+    batch = next((batch for batch in batches if batch.pixel_values is not None), batches[0])
+    pixels = batch.pixel_values
+    if not any(rank.gather(pixels is not None)):
+        return None
+    other = batch if pixels is None else replace(batch, pixel_values=pixels + 1)
+    engine.eval()
+    with torch.no_grad():
+        first, second = (engine(one.to(rank.device)) for one in (batch, other))
+    # An answer before its image, or no answer at all, tells nothing: so it is a warning.
+    if any(rank.gather(not torch.equal(first, second))):
+        return None
+    return "the images of the first step make no difference to what the model says of its rows: does it see them?"
 
 
 def trained(scorer: Any) -> list[tuple[str, Any]]:

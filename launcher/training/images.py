@@ -63,9 +63,21 @@ def open_image(image: Image, size: tuple[int, int] | None = None) -> PIL.Image.I
         raise _explained(image, error) from error
 
 
-@lru_cache(maxsize=1 << 16)
 def image_size(image: Image) -> tuple[int, int]:
-    """(width, height) as `open_image` gives them, read from the file's header; raises ImageError."""
+    """(width, height) as `open_image` gives them, read from the file's header; raises ImageError.
+
+    Remembered for files: a picture that is bytes would stay in memory with its size.
+    """
+    return _size(image) if image.data is not None else known_size(image)
+
+
+@lru_cache(maxsize=1 << 16)
+def known_size(image: Image) -> tuple[int, int]:
+    """`image_size` of a picture in a file; `cache_clear` forgets what files were."""
+    return _size(image)
+
+
+def _size(image: Image) -> tuple[int, int]:
     try:
         with _open(image) as opened:
             width, height = opened.size

@@ -6,6 +6,16 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+# What stands in the place of a data file after a download that went wrong, or before one is unpacked.
+_OTHER_FILES = {
+    b"\x1f\x8b": "compressed: the file is gzip; unpack it",
+    b"(\xb5/\xfd": "compressed: the file is zstd; unpack it",
+    b"pk\x03\x04": "compressed: the file is a zip archive; unpack it",
+    b"version https://git-lfs": "not downloaded: the file is a pointer of Git LFS; git lfs pull fetches what it means",
+    b"<!doctype html": "an HTML page: what was downloaded is not the data file",
+    b"<html": "an HTML page: what was downloaded is not the data file",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
@@ -67,9 +77,12 @@ def describe(value: Any) -> str:
 
 def wrong_file(first_line: bytes) -> str | None:
     """What is wrong with a whole file, seen from its first bytes."""
-    if first_line.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in first_line:
+    if first_line.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "UTF-16: the file looks like UTF-16; save it as UTF-8"
-    return None
+    for begin, what in _OTHER_FILES.items():
+        if first_line[:40].lstrip().lower().startswith(begin):
+            return what
+    return "UTF-16: the file looks like UTF-16; save it as UTF-8" if b"\0" in first_line else None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from launcher.rundir import read_json, write_json
 from launcher.spec import DatasetConfig, RunPlan
 from launcher.training.losses import loss_of
 from launcher.training.progress import Say
-from launcher.training.rows import Image, Row
+from launcher.training.rows import Image, Row, too_large
 from launcher.training.rowstore import RowStore
 
 CHUNK = 64  # rows counted between two signs of progress, or by a process of the pool at a time
@@ -121,10 +121,7 @@ def too_many(plan: RunPlan, rows: Sequence[Row], lengths: Lengths, split: str) -
         tokens, longest = int(lengths.prefix[row] + own.sum()), int(lengths.prefix[row] + own.max())
         tokens = max(tokens, len(own) * longest) if padded else tokens
         if tokens > limit:
-            found[row] = (
-                f"{rows[row].where}: row {rows[row].id}: {len(own)} documents need {tokens} tokens in one "
-                f"micro-batch and batch.max_tokens={limit}; raise it, or give the row fewer documents"
-            )
+            found[row] = too_large(rows[row], len(own), tokens, limit)
     return found
 
 

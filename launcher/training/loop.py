@@ -31,6 +31,7 @@ from launcher.training.rows import Row
 from launcher.training.runtime import Rank, distributed
 from launcher.training.sampling import held_out
 from launcher.training.schedule import Order, learning_rate, make_order
+from launcher.training.speeds import measured_speeds
 from launcher.training.steps import Step, StepMaker, training_steps
 from launcher.training.timing import DATA_WAIT, Stopwatch, over_ranks, peak_memory_gib
 from launcher.training.tuning import trainable_by_part
@@ -110,6 +111,10 @@ class Trainer:
         engine = make_engine(scorer, plan)
         _hold_to_plan(engine.module, plan)
         health.check_equal_start(rank, begun, health.digests(health.trained(engine.module), DTYPES[plan.precision]))
+        speeds = plan.speeds
+        if plan.measures_speeds:
+            speeds = measured_speeds(plan, rank)
+            log.event("speeds", ranks=speeds)
         maker = StepMaker(
             plan,
             encoder,
@@ -117,6 +122,7 @@ class Trainer:
             rank=rank.rank,
             padded=scorer.padded,
             warn=log.warn,
+            speeds=speeds,
         )
         order = make_order(plan, train_rows)
         watch = Stopwatch(rank.device)
@@ -194,6 +200,8 @@ class Trainer:
         count, groups, tokens, stop = self.rank.sum(
             share.units, share.groups, share.tokens, float(self.status.stop_requested)
         )
+        if self.step == 0 and (blind := health.unseen_pixels(self.engine, share.micro_batches, self.rank)) is not None:
+            self.log.warn(blind)
         lr = self._learning_rate(self.plan.lr)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = self._learning_rate(group["peak"])
@@ -229,6 +237,8 @@ class Trainer:
         if fault is not None and self.bad.in_a_row == 1:
             self.log.warn(fault)
         self.bad.check(fault, scale, whole_run=self.bad.in_a_row == self.step == self.total_steps)
+        if (idle := self.bad.idle(self.step, loss, count)) is not None:
+            self.log.warn(idle)
         if (unseen := self.watched.after_step(self.rank, share.micro_batches, loss)) is not None:
             self.log.warn(unseen)
         return stop > 0
@@ -255,7 +265,8 @@ class Trainer:
         if not found.rows:
             raise _no_usable_row("dataset.eval")
         config = self.plan.config
-        metrics = evaluate.numbers(found, config)
+        # Rank 0's for all: processors of two kinds may differ in the last digit, and ranks must decide alike.
+        metrics = self.rank.gather(evaluate.numbers(found, config))[0]
         self.last_eval = self.step
         self.log.evaluation(step=self.step, metrics=metrics, groups=found.rows)
         if config.task.name == "rerank":
@@ -285,6 +296,8 @@ class Trainer:
             "epoch": self.step / self.order.steps_per_epoch,
             "best": self.best,
             "stale": self.stale,
+            "bad_steps": self.bad.saved(),
+            "rows": len(self.train_rows),
             "classes": self.plan.config.task.classes,  # of task=classify: the rows may have told them
         }
         folder = checkpoint.save(
@@ -306,8 +319,13 @@ class Trainer:
     def _resume(self, folder: str) -> None:
         state = checkpoint.load(self.engine, Path(folder), self.plan, self.rank.cpu_group, self.status.beat)
         self.step, self.best, self.stale = int(state["step"]), state.get("best"), int(state.get("stale", 0))
+        self.bad.go_on(state.get("bad_steps", {}))
         self.saved.add(self.step)
         self.log.event("resumed", step=self.step, path=folder)
+        before, now = state.get("rows", len(self.train_rows)), len(self.train_rows)
+        if before != now:
+            text = f"{now:,} usable training rows, and {before:,} when the checkpoint was saved"
+            self.log.warn(f"{text}: the rows of this epoch are dealt anew, some come twice and some not at all")
 
     def _finish(self, stopped: bool) -> bool:
         """Evaluate and save what the end, or a stop, asks for; true when it was a stop."""

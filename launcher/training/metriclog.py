@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from launcher.rundir import RunDir, append_json
+from launcher.streams import printable
 from launcher.training.rankstatus import Item, RankStatus
 
 
@@ -56,7 +57,7 @@ class MetricLog:
         timings: Mapping[str, Any],
     ) -> None:
         """One optimizer step; `skipped` counts steps so far whose gradient was not finite, `bad_steps` these and
-        those of this start whose loss was not finite or exactly 0. `loss_scale` is that of fp16.
+        those whose loss was not finite or exactly 0. `loss_scale` is that of fp16.
 
         `timings` are the fields of `launcher.training.timing.over_ranks`.
         """
@@ -92,7 +93,7 @@ class MetricLog:
 
     def warn(self, text: str) -> None:
         """Something to be looked at, in every rank's log and as rank 0's event."""
-        print(f"warning: {text}", flush=True)
+        print(f"warning: {printable(text)}", flush=True)
         self.event("warning", text=text)
 
     def _print(self, line: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.training.content import (
+    as_documents,
     as_list,
     read_images,
     read_instruction,
@@ -97,12 +98,17 @@ def _documents(row: dict[str, Any], key: str, folder: Path, film: dict[str, Any]
     if key in row and plural in row:
         raise RowError(f'both "{key}" and "{plural}": give one')
     name = key if key in row else plural
-    return [read_content(item, folder, f'"{name}"', film) for item in as_list(row.get(name))]
+    return [read_content(item, folder, f'"{name}"', film) for item in _several(row, name)]
+
+
+def _several(row: dict[str, Any], name: str) -> list[Any]:
+    """The documents of a key; a singular one may hold a text that reads like a list."""
+    return as_documents(row.get(name), f'"{name}"') if name.endswith("s") else as_list(row.get(name))
 
 
 def _labelled(row: dict[str, Any], folder: Path, film: dict[str, Any]) -> tuple[list[Content], list[float]]:
     both = sorted(row.keys() & DOCUMENT_KEYS)
     if both:
         raise RowError(f'both "documents" and "{both[0]}": give one form')
-    documents = [read_content(item, folder, '"documents"', film) for item in as_list(row["documents"])]
+    documents = [read_content(item, folder, '"documents"', film) for item in _several(row, "documents")]
     return documents, labels_of(row, len(documents))

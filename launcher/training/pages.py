@@ -15,7 +15,6 @@ NEGATIVE = re.compile(r"negative_\d+")
 # ColPali's rows say more about a page than a reranker needs.
 PAGE_KEYS = {"query", "image", "image_filename", "source", "answer", "options", "page", "model", "prompt"}
 PAGE_KEYS |= {"answer_type", "instruction", "id"}
-MMEB_SIDES = ("qry", "pos", "neg")
 MMEB_KEYS = {"qry", "qry_text", "qry_image_path", "pos_text", "pos_image_path", "neg_text", "neg_image_path"}
 MMEB_KEYS |= {"qry_instruction", "pos_instruction", "id"}
 IMAGE_TOKEN = re.compile(r"<\|image_\d+\|>")

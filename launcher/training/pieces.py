@@ -18,6 +18,8 @@ from launcher.training.prompts import Piece, Special, Text
 from launcher.training.rows import Image, Video
 from launcher.training.video import Clip
 
+TEXTS = 2048  # whose tokens are kept, as a query comes with each of its documents; a long one takes 100 kB
+
 MediaKey = tuple[Image | Clip, Grid]  # what makes two pictures (or films) one
 
 
@@ -82,7 +84,7 @@ class PieceEncoder:
         self.max_length, self.shrink = max_length, shrink
         self.cuttable = "a document's text"  # what `Text.trim` marks, in words
         self._special = lru_cache(maxsize=None)(self._special_id)
-        self._text = lru_cache(maxsize=65536)(self._text_ids)
+        self._text = lru_cache(maxsize=TEXTS)(self._text_ids)
 
     def parts(self, pieces: Sequence[Piece], *, query_media: int = 0) -> list[Part]:
         """Each piece as tokens, all together at most `max_length`; only the text that `Text.trim` marks is cut, from

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import hashlib
 import math
+import os
 import time
 import warnings
 from collections import Counter
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
+from launcher.datafiles import is_divided, sources_of
 from launcher.errors import ConfigError, MachineError, Problem
 from launcher.prepared import cache_dir, has_split, lengths_folder, rows_folder
 from launcher.spec import RunConfig, RunPlan
@@ -152,11 +154,7 @@ def locked(folder: Path, beat: Callable[[], None] = quiet) -> Iterator[None]:
         cache_dir().mkdir(parents=True, exist_ok=True)
         file = open(folder.with_name(f"{folder.name}.lock"), "a")  # noqa: SIM115
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        text = f"prepared rows are kept in {cache_dir()}, which cannot be written: {error.strerror}"
-        problem = Problem(text, tries=("XDG_CACHE_HOME=FOLDER in the environment",))
-        raise MachineError(problem, title="with this machine") from error
+        raise _unwritten(error) from error
     with file:
         said = False
         while True:
@@ -169,13 +167,25 @@ def locked(folder: Path, beat: Callable[[], None] = quiet) -> Iterator[None]:
                 said = True
                 beat()
                 time.sleep(LOCK_TICK_S)
-        yield
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                raise
+            raise _unwritten(error) from error
+
+
+def _unwritten(error: OSError) -> MachineError:
+    reason = os.strerror(error.errno or 0)  # pyarrow's own text says more than that
+    text = f"prepared rows are kept in {cache_dir()}, which cannot be written: {reason}"
+    tries = ("XDG_CACHE_HOME=FOLDER in the environment",)
+    return MachineError(Problem(text, tries=tries), title="with this machine")
 
 
 def problems_of(config: RunConfig, split: str, store: RowStore) -> list[Problem]:
     """What the user must change when rows can't be used: all of it, or what `dataset.on_bad=skip` does not allow."""
     key, bad, good = f"dataset.{split}", store.bad, len(store)
-    source = ", ".join(config.dataset.sources(split)) or config.dataset.name
+    source = ", ".join(sources_of(config.dataset, split)) or config.dataset.name
     if bad and (config.dataset.on_bad == "error" or not good):
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in Counter(row.kind for row in bad).most_common())
         lines = [f"{len(bad):,} of {len(bad) + good:,} rows of {key}={source} can't be used: {kinds}"]
@@ -184,6 +194,9 @@ def problems_of(config: RunConfig, split: str, store: RowStore) -> list[Problem]
             lines.append(f"and {len(bad) - SHOWN_BAD:,} more")
         tries = ("mend these rows", *(("dataset.on_bad=skip",) if good else ()))
         return [Problem("\n".join(lines), tries=tries)]
+    if not good and is_divided(config.dataset):
+        text = f"dataset.eval_fraction={config.dataset.eval_fraction:g} leaves no {split} row of {source}"
+        return [Problem(text, tries=("dataset.eval_fraction=0.5", "dataset.eval=FILE.jsonl"))]
     if not good:
         return [Problem(f"{key}={source} has no rows", tries=(f"{key}=FILE.jsonl with at least one row",))]
     return _above_limit(config, split, bad, good)

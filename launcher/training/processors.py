@@ -65,6 +65,7 @@ def load_processor(plan: RunPlan, *, local_only: bool = False) -> Any:
         processor = _from_pretrained(model_source(model), family, local_only=local_only)
     else:
         processor = build_processor(plan.arch, family=family)
+    _check_vocabulary(plan, tokenizer_of(processor))
     if family.sees:
         size = processor.image_processor.size
         processor.image_processor.size = type(size)(
@@ -72,9 +73,20 @@ def load_processor(plan: RunPlan, *, local_only: bool = False) -> Any:
             longest_edge=model.max_pixels or size["longest_edge"],
         )
     plain = processor.chat_template
-    templates = dict(plain) if isinstance(plain, dict) else {"default": plain or CHAT_TEMPLATE}
+    # A folder may have additional templates alone.
+    templates = {"default": CHAT_TEMPLATE} | (plain if isinstance(plain, dict) else {"default": plain or CHAT_TEMPLATE})
     processor.chat_template = templates | {"reranker": reranker_template(instruction_of(plan), family.prompt)}
     return processor
+
+
+def _check_vocabulary(plan: RunPlan, tokenizer: Any) -> None:
+    """Each token has a row of the embeddings, which are never made larger; else a GPU's kernel would stop on the text
+    that holds the first one without."""
+    rows = (plan.arch.get("text_config") or plan.arch).get("vocab_size", len(tokenizer))
+    if len(tokenizer) > rows:
+        text = f"the tokenizer has {len(tokenizer)} tokens and the model's embeddings {rows} rows"
+        tries = ("model.path=FOLDER with the tokenizer of these weights", "tokens renamed from the spare ones it has")
+        raise ConfigError(Problem(text, tries=tries), title="with the tokenizer")
 
 
 def tokenizer_of(processor: Any) -> Any:
@@ -164,7 +176,7 @@ def _from_pretrained(source: str, family: Family, *, local_only: bool) -> Any:
 
     auto = AutoProcessor if family.sees else AutoTokenizer
     try:
-        return auto.from_pretrained(source, local_files_only=local_only)
+        return auto.from_pretrained(source, local_files_only=local_only, trust_remote_code=False)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         what = "tokenizer and image processor" if family.sees else "tokenizer"

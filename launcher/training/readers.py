@@ -7,12 +7,17 @@ never turned into a number or a date: what a file says is what a row holds.
 from __future__ import annotations
 
 import csv
+import gzip
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from launcher.training.jsonl import BadRow, RowError, describe, load_json, wrong_file
+
+if TYPE_CHECKING:
+    from datasets import Dataset  # type: ignore[import-untyped]
 
 Item = tuple[int, "bytes | dict[str, Any] | BadRow"]
 MARK = b"\xef\xbb\xbf"  # UTF-8's byte order mark
@@ -22,12 +27,26 @@ AT_ONCE = 64  # rows of a Parquet file turned into Python values together; pictu
 
 def read_file(path: Path) -> Iterator[Item]:
     """The rows of a data file, by what its name ends in."""
-    return READERS[path.suffix.lower()](path)
+    number = 0
+    try:
+        for number, row in READERS[_kind(path)](path):
+            yield number, row
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        yield number + 1, BadRow(f"{path}:{number + 1}", str(number + 1), f"not gzip, or cut short: {error}")
+
+
+def _kind(path: Path) -> str:
+    """What a name ends in, without the .gz of a compressed file."""
+    return Path(path.stem if path.suffix.lower() == ".gz" else path).suffix.lower()
+
+
+def _opened(path: Path) -> IO[bytes]:
+    return cast("IO[bytes]", gzip.open(path)) if path.suffix.lower() == ".gz" else open(path, "rb")
 
 
 def _lines(path: Path) -> Iterator[Item]:
     """JSON lines; blank ones are skipped. A file that begins with `[` is one array, UTF-16 is a single BadRow."""
-    with open(path, "rb") as file:
+    with _opened(path) as file:
         for number, line in enumerate(file, start=1):
             if number == 1:
                 line = line.removeprefix(MARK)
@@ -44,7 +63,7 @@ def _lines(path: Path) -> Iterator[Item]:
 
 def _json(path: Path) -> Iterator[Item]:
     """An array, an object with a list of rows, or JSON lines by another name: then the first line is an object."""
-    with open(path, "rb") as file:
+    with _opened(path) as file:
         first, more = file.readline().removeprefix(MARK).strip(), file.readline().strip()
     by_lines = first.startswith(b"{") and first.endswith(b"}") and more.startswith(b"{")
     yield from _lines(path) if by_lines else _document(path)
@@ -52,7 +71,8 @@ def _json(path: Path) -> Iterator[Item]:
 
 def _document(path: Path) -> Iterator[Item]:
     try:
-        data = path.read_bytes().removeprefix(MARK)
+        with _opened(path) as file:
+            data = file.read().removeprefix(MARK)
         if problem := wrong_file(data[:64]):
             raise RowError(problem)
         whole = load_json(data)
@@ -81,13 +101,15 @@ def _rows_in(whole: Any) -> list[Any]:
 
 
 def _csv(path: Path) -> Iterator[Item]:
-    """A table with a heading; an empty cell is a key that the row has not."""
+    """A table with a heading; an empty cell is null."""
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     number = 1
-    with open(path, "rb") as file:
+    with _opened(path) as file:
         try:
-            reader = csv.reader(_decoded(file), delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+            reader = csv.reader(_decoded(file), delimiter="\t" if _kind(path) == ".tsv" else ",", strict=True)
             heading = next(reader, [])
+            if len(heading) == 1 and (other := next((mark for mark in ";\t|" if mark in heading[0]), None)):
+                raise RowError(f"not CSV: its cells are divided by {other!r}; save it with commas, or tabs in a .tsv")
             if len(set(heading)) < len(heading):
                 raise RowError(f"duplicate key: a name stands twice in the heading {', '.join(heading)}")
             for cells in reader:
@@ -96,7 +118,7 @@ def _csv(path: Path) -> Iterator[Item]:
                     reason = f"wrong number of cells: {len(cells)}, and the heading has {len(heading)}"
                     yield number, BadRow(f"{path}:{number}", str(number), reason)
                 elif cells:
-                    yield number, {key: cell for key, cell in zip(heading, cells, strict=True) if cell != ""}
+                    yield number, {key: cell or None for key, cell in zip(heading, cells, strict=True)}
         except (RowError, csv.Error) as error:
             reason = str(error) if isinstance(error, RowError) else f"not CSV: {error}"
             at = number if isinstance(error, RowError) else reader.line_num
@@ -133,21 +155,33 @@ def _parquet(path: Path) -> Iterator[Item]:
         yield number + 1, BadRow(f"{path}:{number + 1}", str(number + 1), f"not Parquet: {error}")
 
 
+def read_saved(folder: Path) -> Iterator[Item]:
+    """The rows of one split in a folder that `save_to_disk` of `datasets` wrote."""
+    from datasets import Dataset
+
+    return _of_datasets(folder, Dataset.load_from_disk)
+
+
 def _arrow(path: Path) -> Iterator[Item]:
-    """What `save_to_disk` of `datasets` writes: a stream of record batches."""
-    import pyarrow as pa
+    """A single file of those that `datasets` writes."""
+    from datasets import Dataset
+
+    return _of_datasets(path, Dataset.from_file)
+
+
+def _of_datasets(path: Path, load: Callable[[str], Dataset]) -> Iterator[Item]:
+    """Rows as Arrow holds them: pictures stay encoded, classes stay numbers."""
     from pyarrow.lib import ArrowException
 
     number = 0
     try:
-        with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as batches:
-            for batch in batches:
-                for start in range(0, batch.num_rows, AT_ONCE):
-                    for row in batch.slice(start, AT_ONCE).to_pylist():
-                        number += 1
-                        yield number, row
-    except (ArrowException, OSError) as error:
-        yield number + 1, BadRow(f"{path}:{number + 1}", str(number + 1), f"not an Arrow stream: {error}")
+        for some in load(str(path)).with_format("arrow").iter(batch_size=AT_ONCE):
+            for row in some.to_pylist():
+                number += 1
+                yield number, row
+    except (ArrowException, OSError, ValueError, KeyError) as error:
+        reason = f"not what datasets saves: {error}"
+        yield number + 1, BadRow(f"{path}:{number + 1}", str(number + 1), reason)
 
 
 READERS: dict[str, Callable[[Path], Iterator[Item]]] = {

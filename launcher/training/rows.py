@@ -93,3 +93,10 @@ class Chat:
 
 
 Row = Group | Chat
+
+
+def too_large(row: Row, documents: int, tokens: int, limit: int) -> str:
+    """Why a row fits into no micro-batch."""
+    what = f"{documents} documents need {tokens} tokens" if documents > 1 else f"it needs {tokens} tokens"
+    less = "give the row fewer documents" if documents > 1 else "take a dataset.max_length below it"
+    return f"{row.where}: row {row.id}: {what} in one micro-batch and batch.max_tokens={limit}; raise it, or {less}"

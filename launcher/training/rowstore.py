@@ -12,7 +12,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -20,7 +20,7 @@ from launcher.prepared import MODALITIES, SUMMARY, cache_dir, media_marks, rows_
 from launcher.rundir import read_json, write_json
 from launcher.spec import RunConfig, RunPlan, VideoOptions
 from launcher.training.formats import assemble, parse, raw_rows, read_split
-from launcher.training.images import MediaError, check_image, image_size
+from launcher.training.images import MediaError, check_image, known_size
 from launcher.training.jsonl import BadRow
 from launcher.training.packed import media_of, modality, pack, unpack
 from launcher.training.progress import Say
@@ -65,7 +65,7 @@ def stored(plan: RunPlan, split: str, say: Say, *, decode: bool = False) -> RowS
     """
     folder = rows_folder(plan.config, split)
     if not is_current(plan, folder, decode=decode):
-        image_size.cache_clear()  # this process may have seen the files as they were before
+        known_size.cache_clear()  # this process may have seen the files as they were before
         _write(plan, split, folder, say, decode=decode)
     return RowStore(folder)
 
@@ -201,33 +201,32 @@ class _Tally:
 
     def check(self, rows: Sequence[Row | BadRow]) -> list[Row]:
         """The usable ones; the others are noted in the order of the data."""
-        new = {part for row in rows if not isinstance(row, BadRow) for part in media_of(row)} - self._seen.keys()
-        media = sorted(new, key=str)  # sets have no order, and which ones are decoded must not vary
-        decoding = len(media) if self._limit is None else max(0, self._limit - len(self._seen))
+        named = [[] if isinstance(row, BadRow) else [(_name(part), part) for part in media_of(row)] for row in rows]
+        # In the order of the data, as which ones are decoded must not vary.
+        new = {name: part for parts in named for name, part in parts if name not in self._seen}
+        decoding = len(new) if self._limit is None else max(0, self._limit - len(self._seen))
         with ThreadPoolExecutor(min(32, os.cpu_count() or 1)) as pool:  # Pillow decodes outside the interpreter's lock
-            decode = [number < decoding for number in range(len(media))]
-            reasons = pool.map(lambda part, fully: why_not(part, self._video, decode=fully), media, decode)
-            self._seen.update(zip(media, reasons, strict=True))
+            decode = [number < decoding for number in range(len(new))]
+            reasons = pool.map(lambda part, fully: why_not(part, self._video, decode=fully), new.values(), decode)
+            self._seen.update(zip(new, reasons, strict=True))
         good = []
-        for row in rows:
-            problem = row if isinstance(row, BadRow) else self._problem(row)
-            if isinstance(problem, BadRow):
-                self.bad.append(problem)
-            elif not isinstance(row, BadRow):
+        for row, parts in zip(rows, named, strict=True):
+            reason = next(filter(None, (self._seen[name] for name, _ in parts)), None)
+            if isinstance(row, BadRow):
+                self.bad.append(row)
+            elif reason is not None:
+                self.bad.append(BadRow(row.where, row.id, reason))
+            else:
                 good.append(row)
                 self._count(row)
         return good
-
-    def _problem(self, row: Row) -> BadRow | None:
-        reasons = (self._seen[part] for part in media_of(row))
-        reason = next(filter(None, reasons), None)
-        return BadRow(row.where, row.id, reason) if reason else None
 
     def _count(self, row: Row) -> None:
         self.rows += 1
         if isinstance(row, Group):
             self._counts["documents"] += len(row.documents)
             self._counts["repeats"] += row.repeats
+            self._counts["contradictory"] += row.contradictory
             self._modality["queries"][modality(row.query)] += 1
             self._modality["documents"].update(map(modality, row.documents))
         else:
@@ -241,6 +240,7 @@ class _Tally:
             "bad": dict(Counter(row.kind for row in self.bad).most_common()),
             "documents": self._counts["documents"],
             "repeats": self._counts["repeats"],
+            "contradictory": self._counts["contradictory"],
             "images": kinds["Image"],
             "videos": kinds["Video"],
             "decoded": self._limit is None or len(self._seen) <= self._limit,
@@ -248,6 +248,13 @@ class _Tally:
                 what: {name: counts[name] for name in MODALITIES} for what, counts in self._modality.items() if counts
             },
         }
+
+
+def _name(part: Image | Video) -> Image | Video:
+    """A picture or film as it is remembered: embedded bytes by their hash, or all of a table's would stay in memory."""
+    if isinstance(part, Image) and part.data is not None:
+        return replace(part, data=hashlib.sha256(part.data).digest())
+    return part
 
 
 def why_not(part: Image | Video, video: VideoOptions, *, decode: bool) -> str | None:

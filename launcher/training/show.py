@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from launcher.spec import RunPlan
-from launcher.training.encoding import Encoded, Prompt, make_encoder
+from launcher.streams import printable
+from launcher.training.encoding import Encoded, make_encoder
 from launcher.training.images import image_size
 from launcher.training.media import MediaRule, media_rule
-from launcher.training.pieces import MediaSlot
+from launcher.training.pieces import MediaSlot, Prompt
 from launcher.training.processors import load_processor
 from launcher.training.rows import Group, Image, Row
 
@@ -26,12 +27,13 @@ def show_rows(plan: RunPlan, rows: Sequence[Row], count: int) -> None:
     encoder, rule = make_encoder(plan, processor), media_rule(plan, processor)
     tokenizer = getattr(processor, "tokenizer", processor)
     for row in rows[:count]:
-        print("\n".join(["", *_shown(encoder.encode(row), tokenizer, rule)]), flush=True)
+        print(printable("\n".join(["", *_shown(encoder.encode(row), tokenizer, rule)])), flush=True)
 
 
 def _shown(encoded: Encoded, tokenizer: Any, rule: MediaRule | None) -> Iterator[str]:
     row, prompts = encoded.row, encoded.prompts
-    yield f"--- row {row.id}  ({row.where}): {encoded.tokens:,} tokens, {encoded.prefix:,} of them shared"
+    shared = f", {encoded.prefix:,} of them shared" if encoded.prefix else ""
+    yield f"--- row {row.id}  ({row.where}): {encoded.tokens:,} tokens{shared}"
     for number, prompt in enumerate(prompts[:SHOWN_PROMPTS]):
         yield f"- prompt {number + 1} of {len(prompts)}: {len(prompt):,} tokens, {_target(encoded, number)}"
         first = encoded.prefix if number else 0
@@ -51,7 +53,8 @@ def _target(encoded: Encoded, number: int) -> str:
     if isinstance(encoded.row, Group):
         score = "" if encoded.scores is None else f", teacher's score {encoded.scores[number]:g}"
         return f"label {encoded.labels[number]:g}{score}"
-    return f"class {encoded.labels[number]:g} ({encoded.row.label})"
+    index = encoded.labels[number]  # not a number while the classes are those that all rows will tell
+    return f"class {encoded.row.label}" + (f" (row {index:g} of the head)" if np.isfinite(index) else "")
 
 
 def _medium(slot: MediaSlot, rule: MediaRule | None) -> str:
@@ -73,8 +76,7 @@ def rendered(prompt: Prompt, tokenizer: Any, first: int = 0) -> str:
     for trained, run in groupby(marked, key=lambda item: item[1]):
         part = "".join(_text(tokenizer, [token for token, _ in run]))
         text += f"{OPEN}{part}{CLOSE}" if trained else part
-    # what a row's text may hold must not reach the terminal as a command
-    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
+    return text
 
 
 def _text(tokenizer: Any, ids: list[int]) -> Iterator[str]:

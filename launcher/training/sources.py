@@ -11,7 +11,7 @@ from launcher.errors import ConfigError, Problem
 from launcher.spec import DatasetConfig
 from launcher.training.formats import Raw
 from launcher.training.jsonl import BadRow
-from launcher.training.readers import read_file
+from launcher.training.readers import read_file, read_saved
 
 QUERY_IDS = ("query-id", "query_id", "qid", "_id", "id")
 DOCUMENT_IDS = ("corpus-id", "corpus_id", "doc-id", "docid", "doc_id", "_id", "id")
@@ -32,10 +32,17 @@ def read_sources(data: DatasetConfig, split: str) -> Iterator[Raw]:
         if data.format == "beir":
             text = f"{key}={name}: format beir is a folder with queries, corpus and qrels"
             raise ConfigError(Problem(text, tries=(f"{key}=FOLDER", "dataset.format=auto")))
-        for file in files_of(data, name, split):
-            folder = data.image_root or str(file.parent)
-            for line, row in read_file(file):
-                yield Raw(number, f"{file}:{line}", folder, row)
+        files = files_of(data, name, split)
+        for place in files if root.is_file() else dict.fromkeys(map(_saved_with, files)):
+            saved = place.is_dir()
+            folder = data.image_root or str(place if saved else place.parent)
+            for line, row in read_saved(place) if saved else read_file(place):
+                yield Raw(number, f"{place}:{line}", folder, row)
+
+
+def _saved_with(file: Path) -> Path:
+    """The folder of what `datasets` saved, for one of its files: another file there may be a copy in its cache."""
+    return file.parent if file.suffix == ".arrow" and (file.parent / "state.json").is_file() else file
 
 
 def _read_beir(data: DatasetConfig, number: int, root: Path, tables: dict[str, list[Path]]) -> Iterator[Raw]:
@@ -49,7 +56,7 @@ def _read_beir(data: DatasetConfig, number: int, root: Path, tables: dict[str, l
         if query is None or document is None:
             bad.append(BadRow(where, where.rpartition(":")[2], "no ids: a judgement needs query-id and corpus-id"))
             continue
-        judged.setdefault(query, []).append((document, row.get("score", row.get("label", 1))))
+        judged.setdefault(query, []).append((document, _grade(row.get("score", row.get("label", 1)))))
         places.setdefault(query, where)
     wanted = {document for documents in judged.values() for document, _ in documents}
     queries = _contents(tables["queries"], QUERY_IDS, judged.keys(), bad)
@@ -64,6 +71,14 @@ def _read_beir(data: DatasetConfig, number: int, root: Path, tables: dict[str, l
             continue
         content = {"documents": [corpus[d] for d, _ in documents], "labels": [label for _, label in documents]}
         yield Raw(number, places[query], folder, {"id": query, "query": queries[query], **content})
+
+
+def _grade(score: Any) -> Any:
+    """A judgement; below 0 is TREC's mark of junk, which is as little an answer as what is judged 0."""
+    try:
+        return 0 if float(score) < 0 else score
+    except (TypeError, ValueError):
+        return score
 
 
 def _contents(files: list[Path], ids: tuple[str, ...], wanted: Any, bad: list[BadRow]) -> dict[str, dict[str, Any]]:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
-from launcher.errors import ConfigError, Problem
+from launcher.errors import ConfigError, MachineError, Problem
 from launcher.families import family_of
 from launcher.spec import RunPlan
 from launcher.training.batching import MicroBatch, Unit, collate, make_units, split_step
-from launcher.training.encoding import Encoded, MediaKey, RowEncoder
+from launcher.training.encoding import Encoded, RowEncoder
 from launcher.training.images import MediaError
 from launcher.training.jsonl import RowError
 from launcher.training.losses import loss_of
+from launcher.training.models import DTYPES
+from launcher.training.pieces import MediaKey
 from launcher.training.pixels import Pixels
 from launcher.training.rows import Row
 from launcher.training.sampling import choose
 from launcher.training.schedule import Order
 
 Warn = Callable[[str], None]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +42,46 @@ class StepMaker:
     """Turns groups into this rank's micro-batches; the division is the same computation on every rank."""
 
     def __init__(
-        self, plan: RunPlan, encoder: RowEncoder, pixels: Pixels, *, rank: int, padded: bool, warn: Warn
+        self,
+        plan: RunPlan,
+        encoder: RowEncoder,
+        pixels: Pixels,
+        *,
+        rank: int,
+        padded: bool,
+        warn: Warn,
+        speeds: Sequence[float] | None = None,
     ) -> None:
         self.plan, self.encoder, self.pixels = plan, encoder, pixels
+        self.speeds = plan.speeds if speeds is None else speeds  # of all ranks
         self.rank, self.padded, self.warn = rank, padded, warn
         self.loss = loss_of(plan.config)
+        self.dtype = DTYPES[plan.precision]
         self.padded_rows = family_of(plan.config.model, plan.arch).recurrent
 
     def training(self, groups: Sequence[Row]) -> Step:
         """This rank's share of a training batch. Rows found bad are refused or left out, as dataset.on_bad says."""
-        return self._step(self._encode(groups), splittable=not self.loss.whole_groups)
+        encoded = self._encode(groups)
+        batches, kept = [], list[Unit]()
+        for units in self._share(encoded, splittable=not self.loss.whole_groups):
+            batch, good = self._micro_batch(encoded, units)
+            batches.append(batch)
+            kept += good
+        documents = sum(len(unit.documents) for unit in kept)
+        whole = sum(len(unit.documents) / len(encoded[unit.index].prompts) for unit in kept)
+        answers = sum(len(batch.predicted) for batch in batches)
+        count = self.loss.count(documents, len({unit.index for unit in kept}), answers)
+        return Step(tuple(batches), count, whole, sum(b.tokens for b in batches))
 
-    def scoring(self, groups: Sequence[Row]) -> Step:
-        """This rank's share of rows to score; any group may be split by documents."""
-        return self._step(self._encode(groups), splittable=True)
+    def scoring(self, groups: Sequence[Row]) -> Iterator[MicroBatch]:
+        """This rank's share of rows to score, each micro-batch decoded when it is asked for: nothing is counted
+        beforehand. At least one, and as many as on every other rank; any group may be split by documents."""
+        encoded = self._encode(groups)
+        for units in self._share(encoded, splittable=True):
+            yield self._micro_batch(encoded, units)[0]
 
-    def _step(self, encoded: list[Encoded], *, splittable: bool) -> Step:
+    def _share(self, encoded: Sequence[Encoded], *, splittable: bool) -> list[list[Unit]]:
+        """What this rank computes, a list for each micro-batch."""
         limit = self.plan.batch.max_tokens
         units: list[Unit] = []
         for index, group in enumerate(encoded):
@@ -63,27 +91,32 @@ class StepMaker:
                 self._bad(error)
                 continue
             units += [replace(unit, index=index) for unit in made]
-        mine = split_step(units, self.plan.speeds, limit)[self.rank]
-        batches, kept = [], []
-        for micro in mine:
-            pixels: dict[MediaKey, np.ndarray] = {}
-            good = [unit for unit in micro if self._decode(encoded[unit.index], unit, pixels)]
-            batches.append(collate(encoded, good, pixels, padded=self.padded))
-            kept += good
-        documents = sum(len(unit.documents) for unit in kept)
-        whole = sum(len(unit.documents) / len(encoded[unit.index].prompts) for unit in kept)
-        answers = sum(len(batch.predicted) for batch in batches)
-        count = self.loss.count(documents, len({unit.index for unit in kept}), answers)
-        return Step(tuple(batches), count, whole, sum(b.tokens for b in batches))
+        return split_step(units, self.speeds, limit)[self.rank]
+
+    def _micro_batch(self, encoded: Sequence[Encoded], units: Sequence[Unit]) -> tuple[MicroBatch, list[Unit]]:
+        """The units whose media can be read, packed, and which those are."""
+        pixels: dict[MediaKey, np.ndarray] = {}
+        good = [unit for unit in units if self._decode(encoded[unit.index], unit, pixels)]
+        return collate(encoded, good, pixels, padded=self.padded, dtype=self.dtype), good
 
     def _encode(self, groups: Sequence[Row]) -> list[Encoded]:
         encoded = []
         for group in groups:
             try:
                 encoded.append(self.encoder.encode(group))
-            except (RowError, MediaError) as error:
+            except RowError as error:
+                self._bad(error, group)
+            except MediaError as error:
+                if len(self.plan.hosts) > 1:
+                    raise self._vanished(error, group) from error
                 self._bad(error, group)
         return encoded
+
+    def _vanished(self, error: MediaError, group: Row) -> MachineError:
+        """A header that could be read when the rows were prepared. Other hosts may still read it, and would divide the
+        batch differently: with several it is never left out."""
+        text = f"{group.where}: row {group.id}: {error}, on this host and since the rows were prepared"
+        return MachineError(Problem(text, tries=("put the file back on every host, then resume=RUN",)))
 
     def _decode(self, group: Encoded, unit: Unit, pixels: dict[MediaKey, np.ndarray]) -> bool:
         """Add the patch rows of a unit's images to `pixels`; false when one can't be read."""
@@ -104,14 +137,13 @@ class StepMaker:
         self.warn(f"left out: {where}{error}")
 
 
-def prefetched(make: Callable[[int], Step], first: int, last: int) -> Iterator[Step]:
-    """make(first) .. make(last - 1), each begun while the one before is being used."""
+def prefetched(items: Iterable[T]) -> Iterator[T]:
+    """The items, each made in a thread while the one before is being used."""
+    source = iter(items)
     with ThreadPoolExecutor(1, thread_name_prefix="data") as pool:
-        ahead = pool.submit(make, first) if first < last else None
-        for step in range(first, last):
-            assert ahead is not None
-            current = ahead.result()
-            ahead = pool.submit(make, step + 1) if step + 1 < last else None
+        ahead = pool.submit(next, source, None)
+        while (current := ahead.result()) is not None:
+            ahead = pool.submit(next, source, None)
             yield current
 
 
@@ -124,4 +156,4 @@ def training_steps(maker: StepMaker, groups: Sequence[Row], order: Order, first:
         rows = (int(row) for row in order.batch(step))
         return maker.training([choose(row, groups, data, seed=train.seed, epoch=epoch) for row in rows])
 
-    return prefetched(make, first, last)
+    return prefetched(map(make, range(first, last)))

@@ -18,6 +18,8 @@ SIDES = ("positive", "negative")
 MEDIA_KEYS = {"images", "image", "videos", "video"}
 ROW_KEYS = MEDIA_KEYS | {"messages"} | {f"{side}_{name}" for side in SIDES for name in ("messages", "images", "videos")}
 ROLES = ("system", "user", "assistant", "tool")
+CHAT_KEYS = ("query", "response", "instruction", "input", "output", "system", "history")
+UNTOLD = ("tool_calls", "function_call", "reasoning_content")  # of a message; an answer without them would be another
 
 
 def swift_parts(row: dict[str, Any], folder: Path) -> Parts:
@@ -37,10 +39,34 @@ def swift_parts(row: dict[str, Any], folder: Path) -> Parts:
 
 
 def swift_chat(row: dict[str, Any], folder: Path) -> Talk:
-    """Read one ms-swift chat; the loss is on what the assistant says, unless a message says `"loss": false`."""
-    refuse_lost(row, MEDIA_KEYS | {"messages", "label"}, f"media are given by {', '.join(sorted(MEDIA_KEYS))}")
-    messages = _checked(row.get("messages"), "messages")
+    """Read one ms-swift chat; the loss is on what the assistant says, unless a message says `"loss": false`.
+
+    Its older form, {"query", "response", "system"?, "history"?}, and Alpaca's {"instruction", "input"?, "output",
+    "system"?, "history"?} are read too.
+    """
+    said = _messages_of(row)
+    known = MEDIA_KEYS | {"label", *(("messages",) if said is None else CHAT_KEYS)}
+    refuse_lost(row, known, f"media are given by {', '.join(sorted(MEDIA_KEYS))}")
+    messages = _checked(row.get("messages") if said is None else said, "messages")
     return Talk(make_turns(messages, *_media(row, folder)), label_text(row.get("label")))
+
+
+def _messages_of(row: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """The messages of a row that has a question and an answer in columns of their own; None for another row."""
+    if "messages" in row or not ({"query", "response"} <= row.keys() or {"instruction", "output"} <= row.keys()):
+        return None
+    history = as_list(row.get("history"))
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise RowError('wrong type: "history" must be a list of [question, answer]')
+    if "response" in row:
+        asked, answer = row["query"], row["response"]
+    else:  # the task, then what it is done on
+        texts = [read_text(row.get(key) or "", f'"{key}"') for key in ("instruction", "input")]
+        asked, answer = "\n".join(text for text in texts if text), row["output"]
+    system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    pairs = [*history, [asked, answer]]
+    roles = ("user", "assistant")
+    return system + [{"role": r, "content": text} for pair in pairs for r, text in zip(roles, pair, strict=True)]
 
 
 def make_turns(messages: list[dict[str, Any]], images: list[Image], videos: list[Video]) -> tuple[Turn, ...]:
@@ -49,6 +75,8 @@ def make_turns(messages: list[dict[str, Any]], images: list[Image], videos: list
     for message in messages:
         if message["role"] not in ROLES:
             raise RowError(f"unknown role: {message['role']} (known: {', '.join(ROLES)})")
+        if lost := [key for key in UNTOLD if message.get(key)]:
+            raise RowError(f'unknown key: {lost[0]} in a message; write it into "content" as the model says it')
         texts.append(read_text(message.get("content"), '"content" in messages'))
     asked = [text for text, message in zip(texts, messages, strict=True) if message["role"] != "assistant"]
     for tag, media, kind in (("<image>", images, "images"), ("<video>", videos, "videos")):
@@ -63,7 +91,7 @@ def make_turns(messages: list[dict[str, Any]], images: list[Image], videos: list
         else:
             own = {tag: [left[tag].pop(0) for _ in range(text.count(tag))] for tag in left}
             content = place(text, own["<image>"], own["<video>"], "messages")
-        loss = message.get("loss", True)
+        loss = True if message.get("loss") is None else message["loss"]  # tables have null where a key is missing
         if loss not in (True, False):
             raise RowError(f'wrong type: "loss" of a message must be true or false, not {describe(loss)}')
         turns.append(Turn(message["role"], content, train=message["role"] == "assistant" and bool(loss)))

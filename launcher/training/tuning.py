@@ -12,7 +12,7 @@ from launcher.families import Family, lora_pattern, matched_modules, trains_full
 from launcher.spec import OptimConfig, TuneConfig
 from launcher.training.backbone import language_of, tower_of
 
-PEFT_PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."  # what peft puts before a model's own names
 
 
 def apply_tuning(model: Any, tune: TuneConfig, family: Family, dtype: torch.dtype) -> Any:

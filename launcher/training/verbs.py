@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from launcher.errors import ConfigError, ExitCode, Problem
 from launcher.golden import read_golden, sigmoid, verdict
+from launcher.hubs import model_source
 from launcher.plain import to_data
 from launcher.rundir import write_json
 from launcher.spec import RunPlan
@@ -21,6 +24,8 @@ from launcher.training.progress import progress
 
 def run(plan: RunPlan, options: argparse.Namespace) -> int:
     """Run one of them; the exit code. Raises LauncherError."""
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # they are rewritten in place, which a file or a pipe shows as noise
     if options.verb == "score":
         return score.main(plan, options.weights, options.rows, options.out)
     if options.verb == "evaluate":
@@ -79,7 +84,8 @@ def _evaluate(plan: RunPlan, weights: Path, out: Path) -> int:
 def _golden(plan: RunPlan, folder: Path, tolerance: float | None) -> int:
     """Hold an export to its golden scores, computed here and now by transformers."""
     wanted = read_golden(folder)
-    exported = golden.Exported(folder, torch.device("cuda", 0) if plan.device == "cuda" else torch.device("cpu"))
+    device = torch.device("cuda", 0) if plan.device == "cuda" else torch.device("cpu")
+    exported = golden.Exported(folder, device, model_source(plan.config.model))
     found = [sigmoid(exported.logit(pair.query, pair.document, pair.instruction)) for pair in wanted.pairs]
     lines, good = verdict(wanted, found, tolerance or wanted.tolerance)
     print("\n".join(lines))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from av.container import InputContainer
 
 PAIR = 2  # frames that the towers of all Qwen-VL models merge into one temporal patch
+ROUNDED_S = 0.05  # by so much a frame's own time may be later than its number tells
 SEEK_S = 4.0  # a wanted frame further ahead than this is sought; a nearer one is decoded up to
 
 
@@ -93,6 +94,8 @@ def choose_frames(video: Video, options: VideoOptions) -> Clip:
         first = math.ceil(round(video.start_s * facts.fps, 6))
     if video.end_s is not None:
         last = min(last, math.ceil(round(video.end_s * facts.fps, 6)) - 1)
+    if first > last and (video.start_s or 0.0) < facts.duration_s:
+        first = last = math.floor(round((video.start_s or 0.0) * facts.fps, 6))  # the frame that is shown meanwhile
     if first > last:
         raise VideoError(video, f"no frame begins there; it is {facts.duration_s:g} s long")
     there = last - first + 1
@@ -182,30 +185,41 @@ def _duration_s(container: Any, stream: Any, video: Video) -> float:
     if stream.duration is not None:
         return float(stream.duration * stream.time_base)
     if container.duration is not None:
-        return float(container.duration / 1_000_000)  # FFmpeg's AV_TIME_BASE
+        # Matroska's length is counted from 0, wherever its first frame stands.
+        begin = (container.start_time or 0) if "matroska" in container.format.name else 0
+        return float((container.duration - begin) / 1_000_000)  # FFmpeg's AV_TIME_BASE
     raise VideoError(video, "its length is not stated; write it anew: ffmpeg -i OLD -c copy NEW.mp4")
 
 
 def _decoded(container: Any, clip: Clip) -> Iterator[np.ndarray]:
-    """Seeks to the key frame before a far frame, else decodes on."""
+    """What is shown at the time of each frame, which counts where frames don't follow one another evenly.
+
+    Seeks to the key frame before a far frame, else decodes on.
+    """
     stream = _stream(container, clip.video)
     begin = float((stream.start_time or 0) * stream.time_base)
-    pictures, picture, at = container.decode(stream), None, 0.0
+    pictures, picture, following, at, after = container.decode(stream), None, None, 0.0, 0.0
     for number in clip.frames:
         target = number / clip.fps
-        if target - at > SEEK_S:
+        if target - after > SEEK_S:
             container.seek(int((begin + target) / stream.time_base), stream=stream)
-            pictures = container.decode(stream)
-        while picture is None or at <= target - 0.5 / clip.fps:
-            following = next(pictures, None)
+            pictures, picture, following = container.decode(stream), None, None
+        while True:
+            following = following or next(pictures, None)
             if following is None:
-                # Where the header doesn't count the frames, their number is the length times the rate, rounded.
-                if picture is not None and not stream.frames and target - at < 2 / clip.fps:
+                # A frame is shown as long as it says. Where the header doesn't count the frames, their number is the
+                # length times the rate, rounded.
+                shown_s = float((picture.duration or 0) * picture.time_base) if picture is not None else 0.0
+                counted = 0.0 if stream.frames else 2 / clip.fps
+                if picture is not None and target - at < max(shown_s, counted, 0.5 / clip.fps):
                     break
                 raise VideoError(clip.video, f"its frames end before {target:.1f} s: it is cut short")
+            after = at if following.time is None else following.time - begin
+            if picture is not None and after > target + min(ROUNDED_S, 0.5 / clip.fps):
+                break
             if following.is_corrupt:
                 raise VideoError(clip.video, f"its frame at about {at:.1f} s is damaged")
-            picture, at = following, (at if following.time is None else following.time - begin)
+            picture, at, following = following, after, None
         yield np.rot90(picture.to_ndarray(format="rgb24"), picture.rotation // 90)
 
 

@@ -14,9 +14,9 @@ from launcher.errors import ConfigError, Problem
 from launcher.families import Family
 from launcher.rundir import read_json
 from launcher.spec import TuneConfig
+from launcher.training.adapters import SETTINGS, WEIGHTS
 from launcher.training.tuning import PEFT_PREFIX
 
-WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 SIZES = ("r", "lora_alpha", "use_rslora", "use_dora")  # that must be the run's
 # What peft can do and a run here does not: setting -> values that mean it is off.
 _OFF: dict[str, tuple[Any, ...]] = {

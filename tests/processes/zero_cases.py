@@ -1,6 +1,6 @@
 """Train the same groups under several plans in one process group; rank 0 writes what came out.
 
-usage: RANK=.. WORLD_SIZE=.. python -m tests.processes.zero_cases OUT_FOLDER cpu|gpu cpu|cuda
+usage: RANK=.. WORLD_SIZE=.. python -m tests.processes.zero_cases OUT_FOLDER cpu|gpu|hosts cpu|cuda
 
 The second word chooses the cases; those meant for GPUs can be tried on a CPU. Engines are made and destroyed in a
 running process group, since a start costs more than all cases together.
@@ -27,9 +27,11 @@ from launcher.training import processors
 from launcher.training.encoding import make_encoder
 from launcher.training.engine import build_scorer, make_engine, optimizer_step
 from launcher.training.engine_state import full_weights
+from launcher.training.evaluate import score_rows
 from launcher.training.pixels import Pixels
 from launcher.training.rows import Content, Group, Image, Video
 from launcher.training.runtime import Rank, distributed
+from launcher.training.speeds import ROWS, measured_speeds
 from launcher.training.steps import StepMaker
 from tests.films import film
 from tests.groups import GROUPS, group, picture
@@ -40,25 +42,26 @@ TEXT_ONE_SIDE = GROUPS["text"] + GROUPS["image documents"]  # in a step of two, 
 LORA = {"name": "lora", "language": "lora", "vision": "frozen", "projector": "frozen", "lora_alpha": 16.0}
 STEPS = [[0, 1, 2, 3, 4, 5, 6, 7][:n] for n in (8, 5, 1)]  # the last: fewer groups than ranks
 
+SCORED = 5  # groups of the case "lora" that are scored after training: two ranks have other numbers of them (Z12)
 BASE = "base"  # folder of the tiny model's weights
 
 # name -> (plan options, micro-batch tokens)
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "full, one micro-batch": ({}, 8192),
-    "full, small micro-batches": ({}, 300),
+    "full, small micro-batches": ({}, 300),  # any number of micro-batches has the loss and gradient of one (G04)
     "full, pointwise": ({"loss": {"name": "pointwise"}}, 300),
     # yes and no as answers; the head is the embeddings, which train
     "answers, small micro-batches": ({"task": {"name": "sft"}, "loss": {"name": "cross_entropy"}}, 300),
     "lora": ({"tune": LORA}, 300),
-    "lora, recomputed": ({"tune": LORA, "recompute": True}, 300),
-    "lora, weights from files": ({"tune": LORA, "files": True}, 300),
+    "lora, recomputed": ({"tune": LORA, "recompute": True}, 300),  # Z07
+    "lora, weights from files": ({"tune": LORA, "files": True}, 300),  # Z10: sharded while they load, in stage 3
     "bf16": ({"bf16": True}, 300),
     "head and projector": (
         {"tune": {"name": "full", "language": "frozen", "vision": "frozen", "projector": "full", "head": "full"}},
         8192,
     ),
 }
-# Families whose layers are others; the experts that a rank needs differ from the other's.
+# Families whose layers are others; the experts that a rank needs differ from the other's (Z05).
 FAMILY_CASES: dict[str, tuple[dict[str, Any], int]] = {
     "windows in the tower": ({"family": "qwen2_5_vl"}, 300),
     "experts": ({"family": "qwen3_vl_moe"}, 300),
@@ -77,16 +80,40 @@ MODALITY_CASES: dict[str, tuple[dict[str, Any], int]] = {
 # image and video | image.
 MODALITY_STEPS = [[0, 2], [1, 3], [0, 1], [4, 2]]
 
+# Rank 1 is slow at what is measured for weight=auto, and gets less; the copy of the weights that hpZ makes.
+RANK_CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "a slow rank": ({"measured": True}, 300),
+    "a copy on the host": ({"hpz": 2}, 300),
+    "a copy on the host, lora": ({"hpz": 2, "tune": LORA}, 300),
+}
+
+# Cases that have nothing of their own in other stages than this, where most can go wrong with them.
+ONE_STAGE = {
+    "full, pointwise": 2,
+    "answers, small micro-batches": 3,
+    "lora, recomputed": 3,
+    "lora, weights from files": 3,
+}
+ONE_RANK = ("full, one micro-batch", "full, small micro-batches", "lora", "bf16")
+
 # (case, ZeRO stage, ranks). Stages 0 and 1 differ from 2 in what is sharded: one case each shows it.
-RUNS = [(name, 2, 1) for name in CASES] + [
+RUNS = [(name, 2, 1) for name in ONE_RANK] + [
     (name, stage, 2)
     for stage in range(4)
     for name in CASES
-    if stage > 1 or name == "full, small micro-batches" or (name, stage) == ("bf16", 1)
+    if ONE_STAGE.get(name, stage) == stage
+    and (stage > 1 or name == "full, small micro-batches" or (name, stage) == ("bf16", 1))
 ]
 RUNS += [(name, 3, 2) for name in FAMILY_CASES]
-RUNS += [(name, stage, 2) for stage in range(4) for name in MODALITY_CASES]
+RUNS += [("lora, weights from files", 3, 1)]  # Z19: nothing to shard over
+RUNS += [(name, stage, 2) for stage in range(4) for name in MODALITY_CASES if stage > 1 or name == "modalities"]
+RUNS += [("a slow rank", 2, 2), ("a copy on the host", 3, 2)]  # the last: its process group stays
 
+
+# Four ranks as two hosts of two.
+HOST_RUNS = [
+    (name, 3, 4) for name in ("full, small micro-batches", "lora", "a copy on the host", "a copy on the host, lora")
+]
 
 # On GPUs random weights are others than on the CPU, so these begin with the same files.
 GPU_CASES: dict[str, tuple[dict[str, Any], int]] = {
@@ -109,10 +136,13 @@ STAGE_STEPS = [range(8), range(8, 13), range(13, 14)] * 2  # the last of three: 
 STAGE_LR = [0.0] * 3 + [1e-4] * 3  # the first half on the same weights, so that only the arithmetic differs
 
 
+OPTIONS = ("recompute", "files", "bf16", "family", "measured", "hpz")  # what is no key of the configuration
+
+
 def make_case(folder: Path, name: str, stage: int, ranks: int) -> Any:
     """The plan of a case."""
-    options, max_tokens = {**CASES, **FAMILY_CASES, **MODALITY_CASES, **GPU_CASES}[name]
-    config = {key: value for key, value in options.items() if key not in ("recompute", "files", "bf16", "family")}
+    options, max_tokens = {**CASES, **FAMILY_CASES, **MODALITY_CASES, **RANK_CASES, **GPU_CASES}[name]
+    config = {key: value for key, value in options.items() if key not in OPTIONS}
     if options.get("files"):  # under ZeRO-3 they are sharded while they load
         config["model"] = {"weights": "pretrained", "path": str(folder / BASE)}
     plan = tiny_plan(folder, stage=stage, ranks=ranks, max_tokens=max_tokens, **config)
@@ -120,6 +150,11 @@ def make_case(folder: Path, name: str, stage: int, ranks: int) -> Any:
         plan = in_family(plan, options["family"])
     if options.get("bf16"):
         plan = in_bf16(plan)
+    if options.get("measured"):
+        plan = dataclasses.replace(plan, hosts=(dataclasses.replace(plan.hosts[0], weight="auto"),))
+    if options.get("hpz"):
+        zero = plan.deepspeed["zero_optimization"] | {"zero_hpz_partition_size": options["hpz"]}
+        plan = dataclasses.replace(plan, deepspeed=plan.deepspeed | {"zero_optimization": zero})
     return dataclasses.replace(plan, checkpointed_layers=4 if options.get("recompute") else 0)
 
 
@@ -185,16 +220,33 @@ def stage_groups() -> list[Group]:
 
 
 def run_case(
-    plan: Any, rank: Rank, groups: Sequence[Group], steps: Sequence[Sequence[int]], rates: Sequence[float] | None = None
+    plan: Any,
+    rank: Rank,
+    groups: Sequence[Group],
+    steps: Sequence[Sequence[int]],
+    rates: Sequence[float] | None = None,
+    scored: int = 0,
 ) -> tuple[dict[str, Any], Any]:
-    """Losses and gradient norms of `steps` (lists of group numbers), and the engine after them."""
+    """Losses and gradient norms of `steps` (lists of group numbers), and the engine after them.
+
+    After the last step so many groups are scored, as an evaluation does it.
+    """
     processor = processors.load_processor(plan)
     scorer = build_scorer(plan, processor, rank.device)
     padded = scorer.padded
     engine = make_engine(scorer, plan)
     pixels = Pixels(processor)
-    maker = StepMaker(plan, make_encoder(plan, processor), pixels, rank=rank.rank, padded=padded, warn=print)
     found: dict[str, Any] = {"loss": [], "norm": [], "micro_batches": [], "tokens": []}
+    found["speeds"] = measured_speeds(plan, rank, (1, 5)[rank.rank] * ROWS) if plan.measures_speeds else plan.speeds
+    maker = StepMaker(
+        plan,
+        make_encoder(plan, processor),
+        pixels,
+        rank=rank.rank,
+        padded=padded,
+        warn=print,
+        speeds=found["speeds"],
+    )
     for number, rows in enumerate(steps):
         share = maker.training([groups[row] for row in rows])
         (count,) = rank.sum(share.units)
@@ -205,17 +257,22 @@ def run_case(
         found["norm"].append(float(engine.get_global_grad_norm() or 0.0))
         found["micro_batches"].append(len(share.micro_batches))
         found["tokens"].append(rank.gather([batch.tokens for batch in share.micro_batches]))
+    if scored:
+        outputs = score_rows(engine, maker, groups[:scored], rank)
+        assert outputs is not None
+        found["scores"] = [list(outputs.records[row].scores) for row in range(scored)]
     return found, engine
 
 
 def run_all(out: Path, rank: Rank, cases: str, device: str) -> None:
     """Numbers and every parameter of each case, written by rank 0."""
     world = rank.world_size
-    for name, stage, ranks in {"cpu": RUNS, "gpu": GPU_RUNS}[cases]:
+    for name, stage, ranks in {"cpu": RUNS, "gpu": GPU_RUNS, "hosts": HOST_RUNS}[cases]:
         if ranks != world:
             continue
         plan = dataclasses.replace(make_case(out, name, stage, world), device=device)
-        numbers, engine = run_case(plan, rank, rows_for(plan), steps_for(plan))
+        scored = SCORED if name == "lora" else 0
+        numbers, engine = run_case(plan, rank, rows_for(plan), steps_for(plan), scored=scored)
         weights = {name: value.clone() for name, value in full_weights(engine) if value is not None}
         engine.destroy()
         if rank.rank == 0:
