@@ -111,6 +111,14 @@ class Watched:
         return [event["why"] for event in self.seen if event["event"] == "ending"]
 
 
+def command_of(pid: int | str) -> bytes:
+    """What a process was started with; nothing once it is gone, which may be at any moment."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
 def wait_until(condition: Any, timeout_s: float, what: str) -> None:
     """Poll a condition; fail with `what` when it does not come true."""
     deadline = time.monotonic() + timeout_s

@@ -25,7 +25,7 @@ from launcher.running.transport import Channel, Door
 from launcher.spec import Host, plan_to_json
 from tests.cluster import Cluster, await_that
 from tests.planning_support import plan
-from tests.running_support import PROCESSES, RANK
+from tests.running_support import PROCESSES, RANK, command_of
 
 REPO = PROCESSES.parent.parent
 
@@ -94,10 +94,7 @@ def _clients(run: OnHosts, host: str) -> list[int]:
 
 
 def _is_python(pid: int) -> bool:
-    try:
-        return b"python" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
+    return b"python" in command_of(pid)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from launcher.running.hello import Hello
 from launcher.running.ownhost import OwnHost, node_order
 from launcher.spec import RunPlan
 from tests.planning_support import plan as make_plan
-from tests.running_support import wait_until
+from tests.running_support import command_of, wait_until
 
 PROGRAM = str(Path(__file__).parent / "processes" / "meet.py")
 LEADER = "127.0.5.1"
@@ -99,7 +99,7 @@ class Job:
     def left(self) -> dict[int, bytes]:
         """Processes of the job, and their commands."""
         found = [p.pid for p in processes() if not p.ended and read_environment(p.pid).get("TEST_JOB") == self.mark]
-        return {pid: Path(f"/proc/{pid}/cmdline").read_bytes()[:300] for pid in found}
+        return {pid: command_of(pid)[:300] for pid in found}
 
 
 @pytest.fixture

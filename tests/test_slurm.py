@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from launcher.running.state import find_state
 from launcher.spec import Host, RunConfig
 from tests.cluster import await_that
 from tests.planning_support import plan as plan_of
+from tests.running_support import command_of
 from tests.slurm import Slurm
 
 REPO = Path(__file__).resolve().parent.parent
@@ -272,8 +274,9 @@ def test_a_job_that_slurm_starts_again_without_a_checkpoint_begins_anew(queue: S
     await_training(run)
     for host in queue.hosts:  # nobody saves: as if the power had gone
         for pid in host.pids():
-            if "launcher" in Path(f"/proc/{pid}/cmdline").read_text():
-                os.kill(pid, signal.SIGKILL)
+            if b"launcher" in command_of(pid):
+                with suppress(ProcessLookupError):  # one that died ends others
+                    os.kill(pid, signal.SIGKILL)
     queue.run(["scontrol", "requeue", job_of(run)], check=True)
     ended = await_end(queue, run)
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), output(run)
