@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import PIL.Image
 
+from launcher.spec import DatasetConfig, LossConfig, RunConfig, TaskConfig, TrainConfig
+from launcher.training.batching import MicroBatch, Unit, collate
+from launcher.training.encoding import Encoded
+from launcher.training.formats import BadRow, read_split
+from launcher.training.pixels import Pixels
 from launcher.training.rows import Content, Group, Image
 
 
@@ -41,3 +48,20 @@ GROUPS = {
         group(("alone",), (picture(8),)),
     ],
 }
+
+
+def read_groups(
+    dataset: DatasetConfig, split: str, *, seed: int, need_negatives: bool = False
+) -> tuple[list[Group], list[BadRow]]:
+    """The reranker groups of a split and the rows that can't be used; image files are looked up, not opened."""
+    loss = LossConfig(name="listwise" if need_negatives else "pointwise")
+    config = RunConfig(dataset=dataset, loss=loss, task=TaskConfig(name="rerank"), train=TrainConfig(seed=seed))
+    rows, bad = read_split(config, split)
+    return [row for row in rows if isinstance(row, Group)], bad
+
+
+def packed(processor: Any, encoded: Sequence[Encoded], units: Sequence[Unit]) -> MicroBatch:
+    """Units of encoded rows as one micro-batch for the CPU's kernel, their pictures read."""
+    pixels = Pixels(processor)
+    needed = {s.key: pixels.rows(s) for u in units for d in u.documents for s in encoded[u.index].prompts[d].media}
+    return collate(encoded, units, needed, padded=True)

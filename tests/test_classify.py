@@ -23,7 +23,7 @@ from launcher.training.losses import loss_of
 from launcher.training.pixels import Pixels
 from launcher.training.show import show_rows
 from launcher.training.tuning import trainable_by_part
-from tests.groups import picture
+from tests.groups import packed, picture
 from tests.test_chats import chat
 from tests.test_export import trained
 from tests.tiny import family_plan, tiny_plan
@@ -48,16 +48,10 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"plan": plan, "processor": processor, "scorer": scorer, "encoder": make_encoder(plan, processor)}
 
 
-def packed(parts: dict[str, Any], encoded: list[Any], units: list[Unit]) -> Any:
-    pixels = Pixels(parts["processor"])
-    needed = {s.key: pixels.rows(s) for u in units for d in u.documents for s in encoded[u.index].prompts[d].media}
-    return collate(encoded, units, needed, padded=True)
-
-
 def test_logits_are_the_head_times_the_last_hidden_state(parts: dict[str, Any]) -> None:
     plan, scorer = parts["plan"], parts["scorer"]
     encoded = [parts["encoder"].encode(row) for row in ROWS]
-    batch = packed(parts, encoded, make_units(encoded, plan.cost, 8192, splittable=True))
+    batch = packed(parts["processor"], encoded, make_units(encoded, plan.cost, 8192, splittable=True))
     logits = scorer(batch)
     assert logits.shape == (4, 3) and logits.dtype == torch.float32
     core, wanted = scorer.core, []
@@ -85,7 +79,7 @@ def test_any_division_has_the_same_loss_and_gradient(parts: dict[str, Any]) -> N
     loss, found = loss_of(plan.config), []
     for ranks, max_tokens in ((1, 8192), (3, 160)):
         steps = split_step(make_units(encoded, plan.cost, max_tokens, splittable=True), [1.0] * ranks, max_tokens)
-        batches = [packed(parts, encoded, step) for rank in steps for step in rank]
+        batches = [packed(parts["processor"], encoded, step) for rank in steps for step in rank]
         logits = [scorer(batch) for batch in batches]
         value = sum(loss(z, batch, plan.config.loss) for z, batch in zip(logits, batches, strict=True))
         value.backward()
@@ -100,7 +94,7 @@ def test_any_division_has_the_same_loss_and_gradient(parts: dict[str, Any]) -> N
 
 def logits_of(parts: dict[str, Any], encoded: list[Any]) -> torch.Tensor:
     """One row at a time, in their order."""
-    single = [packed(parts, [one], [Unit(0, (0,), one.tokens, 1.0)]) for one in encoded]
+    single = [packed(parts["processor"], [one], [Unit(0, (0,), one.tokens, 1.0)]) for one in encoded]
     return torch.cat([parts["scorer"](batch) for batch in single]).detach()
 
 

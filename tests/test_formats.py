@@ -15,8 +15,9 @@ from launcher.errors import ConfigError
 from launcher.planning.checks import FORMATS
 from launcher.spec import DatasetConfig, LossConfig, RunConfig
 from launcher.training.detect import PARSERS
-from launcher.training.formats import BadRow, read_groups, read_split
+from launcher.training.formats import BadRow, read_split
 from launcher.training.rows import Group, Image
+from tests.groups import read_groups
 
 CASES = Path(__file__).parent / "cases" / "data"
 

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 
 from launcher.errors import ConfigError
 from launcher.training import evaluate, heads, processors
-from launcher.training.batching import Unit, collate, make_units, split_step
+from launcher.training.batching import make_units, split_step
 from launcher.training.encoding import make_encoder
 from launcher.training.engine import build_scorer
 from launcher.training.losses import loss_of
 from launcher.training.pixels import Pixels
 from launcher.training.rows import Row
-from tests.groups import GROUPS, group
+from tests.groups import GROUPS, group, packed
 from tests.test_chats import CHATS
 from tests.tiny import tiny_arch, tiny_plan
 
@@ -70,12 +70,6 @@ def parts(tmp_path: Path, *, tied: bool, **tune: Any) -> dict[str, Any]:
     return {"plan": plan, "processor": processor, "scorer": scorer, "encoder": make_encoder(plan, processor)}
 
 
-def batch_of(made: dict[str, Any], encoded: list[Any], units: list[Unit]) -> Any:
-    pixels = Pixels(made["processor"])
-    needed = {s.key: pixels.rows(s) for u in units for d in u.documents for s in encoded[u.index].prompts[d].media}
-    return collate(encoded, units, needed, padded=True)
-
-
 def gradients(scorer: Any) -> dict[str, torch.Tensor]:
     found = {name: p.grad.clone() for name, p in scorer.named_parameters() if p.grad is not None}
     scorer.zero_grad(set_to_none=True)
@@ -88,7 +82,7 @@ def test_packed_chats_equal_transformers(tmp_path: Path, tied: bool) -> None:
     plan, scorer, processor = made["plan"], made["scorer"], made["processor"]
     rows = list(CHATS.values())
     encoded = [made["encoder"].encode(row) for row in rows]
-    batch = batch_of(made, encoded, make_units(encoded, plan.cost, 8192, splittable=True))
+    batch = packed(made["processor"], encoded, make_units(encoded, plan.cost, 8192, splittable=True))
     loss = loss_of(plan.config)
     value = loss(scorer(batch), batch, plan.config.loss)
     value.backward()
@@ -126,7 +120,7 @@ def test_any_division_has_the_same_loss_and_gradient(tmp_path: Path) -> None:
     for ranks, max_tokens in ((1, 8192), (2, 160), (3, 400)):
         units = make_units(encoded, plan.cost, max_tokens, splittable=True)
         steps = split_step(units, [1.0] * ranks, max_tokens)
-        batches = [batch_of(made, encoded, step) for rank in steps for step in rank]
+        batches = [packed(made["processor"], encoded, step) for rank in steps for step in rank]
         count = sum(len(batch.predicted) for batch in batches)
         value = sum(loss(scorer(batch), batch, plan.config.loss) for batch in batches)
         value.backward()
@@ -141,7 +135,7 @@ def test_any_division_has_the_same_loss_and_gradient(tmp_path: Path) -> None:
 
 def test_a_micro_batch_without_answers_adds_nothing(tmp_path: Path) -> None:
     made = parts(tmp_path, tied=True)
-    batch = batch_of(made, [], [])
+    batch = packed(made["processor"], [], [])
     losses = made["scorer"](batch)
     losses.sum().backward()
     found = gradients(made["scorer"])

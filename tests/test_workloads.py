@@ -10,11 +10,11 @@ import yaml
 from launcher.resources import conf_dir
 from launcher.spec import DatasetConfig, VideoOptions
 from launcher.training.encoding import Encoder
-from launcher.training.formats import read_groups
 from launcher.training.media import MediaRule
 from launcher.training.pieces import PieceEncoder
 from launcher.training.processors import MAX_PIXELS, MIN_PIXELS, build_processor
 from tests.bench.workloads import write_workloads
+from tests.groups import read_groups
 from tests.tiny import INSTRUCTION
 
 # Tokens of a group when every document repeats the query, and when it is computed once.

@@ -32,7 +32,6 @@ RUN_ID = "LAUNCHER_RUN_ID"
 SOURCES = (".py", ".yaml", ".json")
 ENDS = 2**20  # bytes of each end of a file that are compared; hashing hundreds of gigabytes would take minutes
 SMI = ("nvidia-smi", "/usr/bin/nvidia-smi", "/usr/local/nvidia/bin/nvidia-smi")
-USER_FIELDS = "gpu_uuid,pid,process_name,used_memory"
 GPU_FIELDS = "index,uuid,name,memory.total,memory.used,compute_mode,driver_version,pci.bus_id"
 SMI_S = 20.0  # without the persistence daemon the driver starts up first
 NONCE_S = 5.0  # for a caller to read who answers

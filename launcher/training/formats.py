@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from launcher.datafiles import is_divided
-from launcher.spec import DatasetConfig, LossConfig, RunConfig, TaskConfig, TrainConfig
+from launcher.spec import RunConfig
 from launcher.training.functions import load_function
 from launcher.training.jsonl import BadRow, RowError, describe, parse_line
 from launcher.training.parts import Parts, Talk
 from launcher.training.rows import Chat, Content, Group, Image, Row
 
-__all__ = ["BadRow", "Raw", "assemble", "parse", "raw_rows", "read_groups", "read_split"]
+__all__ = ["BadRow", "Raw", "assemble", "parse", "raw_rows", "read_split"]
 
 NEED_NEGATIVES = ("listwise", "pairwise")  # losses that a list of positives alone teaches nothing
 
@@ -59,16 +59,6 @@ def read_split(config: RunConfig, split: str) -> tuple[list[Row], list[BadRow]]:
             rows += found
     kept, more = assemble(config, split, rows)
     return kept, bad + more
-
-
-def read_groups(
-    dataset: DatasetConfig, split: str, *, seed: int, need_negatives: bool = False
-) -> tuple[list[Group], list[BadRow]]:
-    """The reranker groups of a split and the rows that can't be used; image files are looked up, not opened."""
-    loss = LossConfig(name="listwise" if need_negatives else "pointwise")
-    config = RunConfig(dataset=dataset, loss=loss, task=TaskConfig(name="rerank"), train=TrainConfig(seed=seed))
-    rows, bad = read_split(config, split)
-    return [row for row in rows if isinstance(row, Group)], bad
 
 
 def raw_rows(config: RunConfig, split: str) -> Iterator[Raw]:
