@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from launcher.estimates import Choice, Scale, TimeEstimate
 from launcher.plain import from_data, to_data
 
 MISSING = "???"  # OmegaConf's mark for a value that must be given
@@ -242,6 +243,21 @@ class MemoryConfig:
     """What is recomputed to save memory."""
 
     gradient_checkpointing: str = "auto"  # auto | all | none | number of layers
+    headroom: float = 0.05  # share of a GPU's memory that a plan leaves free
+
+
+@dataclass(frozen=True, kw_only=True)
+class NcclConfig:
+    """How GPUs talk: a profile, and what only the fabric's keeper knows."""
+
+    name: str = "auto"  # auto | nvlink | ib | roce | efa | gcp | tcp | pcie | debug
+    force: bool = False  # keep variables that are known to do harm
+    interface: str | None = None  # of every host, for sockets; null = the one whose route reaches the others
+    hca: list[str] = field(default_factory=list)  # RDMA devices by exact name; [] = NCCL's own choice
+    gid_index: int | None = None  # RoCE with NCCL before 2.21
+    traffic_class: int | None = None  # RoCE: the switches' lossless class
+    service_level: int | None = None  # InfiniBand
+    cross_nic: int | None = None  # 0 on a rail-only fabric, 1 with all cards on one switch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,6 +389,7 @@ class RunConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    nccl: NcclConfig = field(default_factory=NcclConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -480,12 +497,21 @@ class RunPlan:
     batch: BatchPlan
     cost: CostModel
     deepspeed: dict[str, Any]
-    memory: dict[str, int]  # bytes a GPU (or a CPU rank) by part
+    memory: dict[str, int]  # MemoryEstimate.gpu: bytes of a GPU (or a CPU rank) by part at the fullest moment
     env: dict[str, str]  # what every rank gets
     host_env: dict[str, dict[str, str]]  # what the ranks of a host get on top: what differs by host
     cores: dict[str, tuple[tuple[int, ...], ...]]  # host -> processor numbers by local rank; empty: not bound
     commands: dict[str, tuple[str, ...]]  # host -> argv of its `deepspeed` line
-    env_sources: dict[str, str] = field(default_factory=dict)  # variable -> launcher | forwarded | env.file | env.set
+    env_sources: dict[str, str] = field(
+        default_factory=dict
+    )  # variable -> launcher | nccl | forwarded | env.file | env.set
+    env_reasons: dict[str, str] = field(default_factory=dict)  # variable of the launcher or of nccl -> why
+    memory_moment: str = ""  # MemoryEstimate.moment
+    host_memory: dict[str, int] = field(default_factory=dict)  # MemoryEstimate.host
+    disk: dict[str, int] = field(default_factory=dict)  # MemoryEstimate.disk
+    time: TimeEstimate | None = None  # None on CPU
+    choices: tuple[Choice, ...] = ()  # what was weighed where a setting is auto; the chosen one first
+    scaling: tuple[Scale, ...] = ()  # the same run on 1 to 16 GPUs
     data: dict[str, Any] = field(default_factory=dict)  # split -> summary of its rows, once they are prepared
     warnings: tuple[str, ...] = ()
 

@@ -10,8 +10,8 @@ from typing import Any
 from launcher.arithmetic import peak_rate
 from launcher.datafiles import sources_of
 from launcher.families import PARTS
+from launcher.planning.gpus import ASSUMED_KIND, GIB
 from launcher.planning.hosts import shown_weight
-from launcher.planning.memory import ASSUMED_KIND, GIB
 from launcher.planning.secrets import masked
 from launcher.prepared import columns, histogram_lines, modality_lines
 from launcher.spec import Host, RunPlan

@@ -6,52 +6,17 @@ fragmentation, which the margin covers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from launcher.arithmetic import LOGIT_BYTES
 from launcher.errors import ConfigError, Problem
+from launcher.estimates import CONTEXT, Load, MemoryEstimate
 from launcher.families import trains_fully
+from launcher.planning.gpus import ASSUMED_KIND, GIB, GPU_KINDS
 from launcher.planning.models import parameter_counts, trainable_counts
+from launcher.planning.setting import Setting
 from launcher.planning.shapes import Shape, weights
 from launcher.spec import RunConfig, RunPlan
-
-GIB = 2**30
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GpuKind:
-    """What is known of a GPU by its name."""
-
-    memory_bytes: int
-    capability: tuple[int, int]  # CUDA compute capability; bf16 needs 8.0
-
-
-def _kind(gib: float, major: int, minor: int = 0) -> GpuKind:
-    return GpuKind(memory_bytes=int(gib * GIB), capability=(major, minor))
-
-
-# Memory as the driver reports it, a little below the name's number.
-GPU_KINDS = {
-    "b200": _kind(179, 10),
-    "h200": _kind(140, 9),
-    "h100": _kind(79.6, 9),
-    "h20": _kind(95.6, 9),
-    "a100_80g": _kind(79.3, 8),
-    "a100_40g": _kind(39.4, 8),
-    "a800_80g": _kind(79.3, 8),
-    "l40s": _kind(44.7, 8, 9),
-    "l4": _kind(22.5, 8, 9),
-    "a10": _kind(22.5, 8, 6),
-    "a6000": _kind(47.5, 8, 6),
-    "rtx5090": _kind(31.8, 12),
-    "rtx4090": _kind(23.6, 8, 9),
-    "rtx3090": _kind(23.6, 8, 6),
-    "v100_32g": _kind(31.7, 7),
-    "v100_16g": _kind(15.8, 7),
-    "t4": _kind(14.7, 7, 5),
-}
-ASSUMED_KIND = "h100"  # when nothing is known
 
 USABLE = 0.9  # of a GPU: the rest is fragmentation and what this estimate does not see
 CONTEXT_BYTES = {"cuda": 2 * GIB, "cpu": GIB // 2}  # CUDA context and NCCL; Python and its libraries
@@ -74,19 +39,9 @@ class MemoryPlan:
     warnings: tuple[str, ...]
 
 
-def kind_of(name: str) -> GpuKind | None:
-    """The kind whose name stands in a driver's device name such as "NVIDIA H200", None when unknown."""
-    squeezed = "".join(c for c in name.lower() if c.isalnum())
-    for key, kind in GPU_KINDS.items():
-        if key.partition("_")[0] in squeezed and "_" not in key:
-            return kind
-    return None
-
-
-def plan_memory(
-    config: RunConfig, shape: Shape, deepspeed: dict[str, Any], *, device: str, world: int, memory_bytes: int | None
-) -> MemoryPlan:
+def plan_memory(setting: Setting, *, memory_bytes: int | None) -> MemoryPlan:
     """Choose `max_tokens` and checkpointed layers where they are `auto`; warn when it does not fit."""
+    config, shape, device = setting.config, setting.shape, setting.device
     layers = _asked_layers(config.memory.gradient_checkpointing, shape.layers)
     tokens: int | None = None if config.batch.max_tokens == "auto" else config.batch.max_tokens
     capacity = GPU_KINDS[ASSUMED_KIND].memory_bytes if memory_bytes is None else memory_bytes
@@ -94,14 +49,8 @@ def plan_memory(
 
     def parts(max_tokens: int, checkpointed: int) -> dict[str, int]:
         return estimate(
-            config,
-            shape,
-            deepspeed,
-            device=device,
-            world=world,
-            max_tokens=max_tokens,
-            checkpointed_layers=checkpointed,
-        )
+            replace(setting, checkpointed_layers=checkpointed), Load(tokens=max_tokens, visual=max_tokens)
+        ).gpu
 
     def largest(checkpointed: int) -> int:
         fixed = sum(parts(0, checkpointed).values())
@@ -127,17 +76,9 @@ def plan_memory(
     return MemoryPlan(parts=table, max_tokens=tokens, checkpointed_layers=layers, warnings=tuple(warnings))
 
 
-def estimate(
-    config: RunConfig,
-    shape: Shape,
-    deepspeed: dict[str, Any],
-    *,
-    device: str,
-    world: int,
-    max_tokens: int,
-    checkpointed_layers: int,
-) -> dict[str, int]:
-    """Bytes by part for one micro-batch of `max_tokens` tokens, all of them visual in the worst case."""
+def estimate(setting: Setting, load: Load) -> MemoryEstimate:
+    """Bytes by part for one micro-batch."""
+    config, shape, deepspeed, world = setting.config, setting.shape, setting.deepspeed, setting.world
     zero = deepspeed["zero_optimization"]
     stage: int = zero["stage"]
     size = 2 if any(deepspeed.get(name, {}).get("enabled") for name in ("bf16", "fp16")) else 4
@@ -161,7 +102,7 @@ def estimate(
         bucket += zero.get("stage3_prefetch_bucket_size", 0) * size
         gathered = size * max(2 * shape.layer_weights, shape.vocab * shape.hidden)
     sharers = zero.get("zero_hpz_partition_size", 1)
-    return {
+    parts = {
         "frozen weights": shard(size * frozen - _saved_by_4bit(config, shape, size), 3),
         "trained weights": shard(size * trained, 3),
         "gradients": gradients,
@@ -169,11 +110,12 @@ def estimate(
         "buckets": bucket,
         "gathered layers": gathered,
         **({"copy on the host": size * (frozen + trained) // sharers} if sharers > 1 else {}),
-        "activations": max_tokens * size * _kept_values(config, shape, checkpointed_layers),
-        "vision": max_tokens * size * _vision_values(config, shape),
-        **({"logits": _logit_bytes(config, shape, size, max_tokens)} if config.task.name == "sft" else {}),
-        "context": CONTEXT_BYTES[device],
+        "activations": load.tokens * size * _kept_values(config, shape, setting.checkpointed_layers),
+        "vision": load.visual * size * _vision_values(config, shape),
+        **({"logits": _logit_bytes(config, shape, size, load.tokens)} if config.task.name == "sft" else {}),
+        CONTEXT: CONTEXT_BYTES[setting.device],
     }
+    return MemoryEstimate(gpu=parts, moment="backward")
 
 
 def _logit_bytes(config: RunConfig, shape: Shape, size: int, max_tokens: int) -> int:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from launcher.errors import ConfigError, Problem
 from launcher.planning.facts import Facts, LocalGpu
+from launcher.planning.gpus import GPU_KINDS, GpuKind, kind_of
 from launcher.planning.hosts import contiguous, is_loopback
-from launcher.planning.memory import GPU_KINDS, GpuKind, kind_of
 from launcher.planning.nodes import allocation, need_identity
 from launcher.planning.pool import Pool, find_pool, is_this_machine
 from launcher.planning.selection import filter_hosts, limit_gpus, names, take_nodes

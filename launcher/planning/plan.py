@@ -36,6 +36,7 @@ from launcher.planning.models import (
     trainable_counts,
 )
 from launcher.planning.placement import Placement, meeting_address, place
+from launcher.planning.setting import Setting
 from launcher.planning.shapes import Shape, read_shape
 from launcher.planning.speed import cost_model
 from launcher.planning.zero import Trained, finish_zero
@@ -151,8 +152,19 @@ def _zero_and_memory(
     zero = problems.attempt(_deepspeed, facts.zero_file, facts.zero_config, settings, shape)
     if zero is None:
         return None
-    sizes = {"device": placement.device, "world": placement.world_size, "memory_bytes": placement.memory_bytes}
-    memory = problems.attempt(plan_memory, settings.config, shape, zero[0], **sizes)
+    setting = Setting(
+        config=settings.config,
+        shape=shape,
+        deepspeed=zero[0],
+        precision=settings.precision,
+        device=placement.device,
+        gpu_kind=placement.gpu_kind,
+        world=placement.world_size,
+        slots=max(host.slots for host in placement.hosts),
+        checkpointed_layers=0,
+        attention=choose_attention(settings.config, placement)[0],
+    )
+    memory = problems.attempt(plan_memory, setting, memory_bytes=placement.memory_bytes)
     return None if memory is None else (*zero, memory)
 
 
