@@ -263,9 +263,11 @@ def _check_verb(words: list[str]) -> int:
         from launcher.running.host_table import check_hosts
 
         return check_hosts(_plan(words[1:])[1])
+    if words[:1] == ["speed"]:
+        return _check_speed(words[1:])
     if words[:1] != ["data"]:
-        tries = ("python -m launcher check data ...", "python -m launcher check hosts ...")
-        raise ConfigError(Problem("check what? Data or hosts", tries=tries))
+        tries = tuple(f"python -m launcher check {what}" for what in ("data ...", "hosts ...", "speed"))
+        raise ConfigError(Problem("check what? Data, hosts or speed", tries=tries))
     import subprocess
     import tempfile
     from pathlib import Path
@@ -279,6 +281,19 @@ def _check_verb(words: list[str]) -> int:
         file.write_text(plan_to_json(plan), encoding="utf-8")
         command = [sys.executable, "-m", "launcher.training", "check", "--lengths", "--plan", str(file), *show]
         code = subprocess.run(command, check=False).returncode
+    return code if code >= 0 else int(ExitCode.INTERNAL)
+
+
+def _check_speed(words: list[str]) -> int:
+    import subprocess
+
+    from launcher.measured import speed_file
+
+    if words:
+        text = f"{' '.join(words)}: check speed measures the GPUs of this machine, whatever a run is"
+        raise ConfigError(Problem(text, tries=("python -m launcher check speed",)))
+    command = [sys.executable, "-m", "launcher.training", "speed", "--out", str(speed_file())]
+    code = subprocess.run(command, check=False).returncode
     return code if code >= 0 else int(ExitCode.INTERNAL)
 
 

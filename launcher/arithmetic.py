@@ -43,5 +43,16 @@ def peak_rate(optim: OptimConfig, part: str, lr: float) -> float:
     return lr if own is None else own
 
 
+def smaller_micro_batch(max_tokens: int, failed: int) -> int:
+    """`batch.max_tokens` after a micro-batch of `failed` tokens was too large: three quarters, in whole 64s.
+
+    Example:
+        >>> smaller_micro_batch(16384, 10833), smaller_micro_batch(50, 60)
+        (8064, 37)
+    """
+    less = min(max_tokens, failed) * 3 // 4
+    return max(1, less // 64 * 64 or less)
+
+
 def _ceil(value: float) -> int:
     return math.ceil(round(value, 6))  # 1.1 * 10 is a little more than 11 in binary

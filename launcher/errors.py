@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 from launcher.streams import printable
 
@@ -68,6 +69,14 @@ class TrainingError(LauncherError):
     """Training itself went wrong, and would again: what was seen, and what to try."""
 
     exit_code = ExitCode.TRAINING
+
+
+class GpuMemoryError(TrainingError):
+    """A GPU's memory was too small. `details` are for a restart: {"tokens": of the micro-batch, "part": ...}."""
+
+    def __init__(self, *problems: Problem | str, title: str, details: dict[str, Any]) -> None:
+        super().__init__(*problems, title=title)
+        self.details = details
 
 
 class MachineError(LauncherError):

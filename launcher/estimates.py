@@ -10,6 +10,17 @@ from dataclasses import dataclass, field
 # Parts of MemoryEstimate.gpu that torch's allocator does not hold as tensors.
 CONTEXT = "CUDA context and NCCL"
 FRAGMENTS = "fragmentation"
+_BY_TOKENS = ("activations", "logits", "working memory")
+
+
+def grows_with_tokens(part: str) -> bool:
+    """Whether a part of MemoryEstimate.gpu depends on what a micro-batch holds; the others are there before it.
+
+    Example:
+        >>> grows_with_tokens("activations of the language model"), grows_with_tokens("frozen weights")
+        (True, False)
+    """
+    return part.startswith(_BY_TOKENS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

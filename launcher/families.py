@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.errors import ConfigError, Problem
@@ -36,7 +36,8 @@ class Family:
     model_type: str  # of config.json
     model_class: str  # transformers' class with its head
     prefixes: tuple[tuple[str, str], ...]  # (part, start of the name); the first match decides
-    lora: dict[str, str]  # part -> regular expression over whole module names, for peft's target_modules
+    # part -> regular expression over whole module names, for peft's target_modules; a Family is a key of caches
+    lora: dict[str, str] = field(hash=False)
     prompt: str = "vl"  # which published reranker prompt: launcher.training.prompts
     tower: str | None = "qwen3"  # kind of vision tower: qwen3 | qwen2_5 (windows, RMSNorm, SwiGLU); None: text only
     turned: str | None = None  # parameters whose last two dimensions are exchanged in published files

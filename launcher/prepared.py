@@ -31,7 +31,9 @@ SPLITS = ("train", "eval")
 MODALITIES = ("text", "image", "video", "mixed")
 BAR = 40  # characters of the longest bar
 SUMMARY = "summary.json"
-VERSION = 2  # of what is written; raised when rows or lengths of the same input come out otherwise
+VERSION = 3  # of what is written; raised when rows or lengths of the same input come out otherwise
+# What a summary tells of rows, in the order of its lists: the fields of launcher.estimates.Load.
+QUANTITIES = ("tokens", "visual", "patches", "key_rows", "documents", "answers", "pairs", "patch_pairs")
 HASHED_BYTES = 4 * 2**20  # files up to this size count by content, larger ones by size and time of change
 ROW_KEYS = (
     *("format", "source", "subset", "split", "eval_split", "eval_fraction", "columns", "image_root", "weights"),

@@ -220,6 +220,7 @@ class ZeroConfig:
     name: str = MISSING
     file: str = MISSING
     config: str | None = None
+    nvme_path: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -405,6 +406,12 @@ class RunConfig:
         """`eval.metric`, by task when it is auto."""
         return METRICS_OF_TASK[self.task.name][0] if self.eval.metric == "auto" else self.eval.metric
 
+    @property
+    def whole_groups(self) -> bool:
+        """Whether the loss compares the documents of a query, which then stay in one micro-batch."""
+        loss = self.loss
+        return loss.name in ("listwise", "pairwise", "distill") or (loss.name == "custom" and loss.unit == "group")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
@@ -507,6 +514,7 @@ class RunPlan:
     )  # variable -> launcher | nccl | forwarded | env.file | env.set
     env_reasons: dict[str, str] = field(default_factory=dict)  # variable of the launcher or of nccl -> why
     memory_moment: str = ""  # MemoryEstimate.moment
+    memory_capacity: int | None = None  # bytes that a GPU has (or RAM for a CPU rank); None = not known
     host_memory: dict[str, int] = field(default_factory=dict)  # MemoryEstimate.host
     disk: dict[str, int] = field(default_factory=dict)  # MemoryEstimate.disk
     time: TimeEstimate | None = None  # None on CPU
@@ -519,6 +527,11 @@ class RunPlan:
     def world_size(self) -> int:
         """Ranks of the run."""
         return sum(host.slots for host in self.hosts)
+
+    @property
+    def zero_name(self) -> str:
+        """The `zero=` that is used: the one asked for, or what auto has chosen."""
+        return self.choices[0].zero if self.config.zero.name == "auto" and self.choices else self.config.zero.name
 
     @property
     def speeds(self) -> tuple[float, ...]:

@@ -110,3 +110,17 @@ def launch(tmp_path: Path) -> Launch:
         )
 
     return start
+
+
+@pytest.fixture(scope="session")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where one and two ranks of DeepSpeed wrote what came of tests.processes.zero_cases; all tests share one start."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from tests.zero_support import start, write_base
+
+    out = tmp_path_factory.mktemp("zero")
+    write_base(out)
+    with ThreadPoolExecutor() as both:  # one rank leaves a core idle
+        list(both.map(start, (1, 2), (out, out)))
+    return out

@@ -9,7 +9,10 @@ from typing import Any
 from launcher.planning.config import read_config
 from launcher.planning.facts import Facts, LocalGpu, TextFile
 from launcher.planning.plan import make_plan
-from launcher.resources import ds_configs_dir, hostfiles_dir
+from launcher.planning.setting import Setting
+from launcher.planning.shapes import read_shape
+from launcher.resources import hostfiles_dir
+from launcher.running.facts import zero_files
 from launcher.spec import RunConfig, RunPlan
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
@@ -24,16 +27,17 @@ def compose(*words: str) -> RunConfig:
 
 
 def known(config: RunConfig, **facts: Any) -> Facts:
-    """Facts of an invented machine with two cores and no GPU."""
-    path = ds_configs_dir() / config.zero.file
+    """Facts of an invented machine: two cores, main memory as machines without and with GPUs have it."""
+    files = zero_files()
     machine: dict[str, Any] = {
         "cwd": "/home/me",
         "hostname": "desk",
         "cpu_count": 2,
-        "ram_bytes": 16 * GIB,
+        "ram_bytes": (2048 if facts.get("gpus") else 16) * GIB,
         "disk_free_bytes": 500 * GIB,
         "run_root": "/home/me/runs",
-        "zero_file": TextFile(path=f"ds_configs/{path.name}", text=path.read_text()),
+        "zero_file": files.get(config.zero.file),
+        "zero_files": files,
         **(DIGITS if config.dataset.name == "digits" else {"train_rows": 1000}),
     }
     return Facts(**{**machine, **facts})
@@ -53,3 +57,19 @@ def plan(*words: str, **facts: Any) -> RunPlan:
     """The plan of a command line on the invented machine."""
     config = compose(*words)
     return make_plan(config, known(config, **facts), now=NOW)
+
+
+def setting_of(plan: RunPlan) -> Setting:
+    """What the planner foretells the memory and speed of a plan from."""
+    return Setting(
+        config=plan.config,
+        shape=read_shape(plan.config.model, plan.arch),
+        deepspeed=plan.deepspeed,
+        precision=plan.precision,
+        device=plan.device,
+        gpu_kind=plan.gpu_kind,
+        world=plan.world_size,
+        slots=max(host.slots for host in plan.hosts),
+        checkpointed_layers=plan.checkpointed_layers,
+        attention=plan.attention,
+    )

@@ -13,6 +13,7 @@ from typing import Any
 from launcher.rundir import COMPLETE, RunDir, write_json
 from launcher.spec import RunPlan, plan_to_json
 from tests import planning_support
+from tests.foretold import foretell
 
 START = 1_790_000_000.0
 TRAINING = START + 60  # the first step begins here
@@ -24,7 +25,7 @@ WORDS = ("model=qwen3_vl_reranker_8b", "dataset=jsonl", "dataset.train=/home/me/
 
 def plan_of(folder: Path, *words: str, gpus: int = 2) -> RunPlan:
     """A plan of the 8B reranker that lives in `folder`."""
-    made = planning_support.plan(*WORDS, *words, gpus=planning_support.gpus(gpus))
+    made = foretell(planning_support.plan(*WORDS, *words, gpus=planning_support.gpus(gpus)))
     return dataclasses.replace(made, run_dir=str(folder), created_at=stamp(START))
 
 
@@ -56,6 +57,7 @@ def step_line(step: int, **changes: Any) -> dict[str, Any]:
         "micro_steps": MICRO_STEPS,
         "memory_gib": 41.0 + min(step, 20) / 20,
         "memory_reserved_gib": 47.5,
+        "memory_moment": "forward",
         "ranks": {
             "data_wait_s": [0.06, 0.02 + 0.01 * (step % 3)],
             "forward_s": [value + 0.004 * math.sin(step * (rank + 3)) for rank, value in enumerate(forward)],
@@ -63,6 +65,7 @@ def step_line(step: int, **changes: Any) -> dict[str, Any]:
             "optimizer_s": [0.05, 0.05],
             "tokens": [12_400, 11_600],
             "memory_gib": [41.0 + min(step, 20) / 20, 39.5],
+            "memory_reserved_gib": [47.5, 44.0],
         },
         "time": TRAINING + step * 1.35,
     }

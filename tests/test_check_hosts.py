@@ -11,8 +11,10 @@ from subprocess import CompletedProcess
 
 import pytest
 
+from tests import fabrics
 from tests.cluster import Cluster, Host
 from tests.conftest import REPO
+from tests.fabrics import Synthetic
 
 Done = CompletedProcess[str]
 
@@ -33,12 +35,13 @@ def check(
     *words: str,
     lines: tuple[str, ...] = ("n1 slots=1", "n2 slots=1"),
     path: str = os.environ["PYTHONPATH"],
+    device: str = "cpu",
 ) -> Done:
     """`check hosts` from the head, in a folder that every host has and that is not the checkout."""
     hostfile = cluster.hostfile(*lines, name="checked")
     (cluster.folder / "work").mkdir(exist_ok=True)
     command = [sys.executable, "-m", "launcher", "check", "hosts", f"cluster.hostfile={hostfile}"]
-    command += ["env.set.DS_ACCELERATOR=cpu", f"env.set.PYTHONPATH='{path}'", *words]
+    command += [f"env.set.DS_ACCELERATOR={device}", f"env.set.PYTHONPATH='{path}'", *words]
     return cluster.head.run(command, cwd=cluster.folder / "work")
 
 
@@ -196,7 +199,7 @@ def test_interfaces_that_are_wrong(hosts: Cluster) -> None:
     assert (
         "n2  interface  iface=eth9 of the hostfile is not up there or has no address; there are lo, eth0" in done.stderr
     )
-    done = check(hosts, "env.set.GLOO_SOCKET_IFNAME=lo")
+    done = check(hosts, "env.set.GLOO_SOCKET_IFNAME=lo", "nccl.force=true")
     assert done.returncode == 3
     assert "n2  network  n1 cannot reach it at 127.0.0.1 (lo)" in done.stderr
 
@@ -206,3 +209,36 @@ def test_one_machine_by_two_names(hosts: Cluster) -> None:
     done = check(hosts, lines=("n1 slots=1", "10.77.0.1 slots=1"))
     assert done.returncode == 2
     assert "10.77.0.1  twice  it is the same machine as n1 (n1)" in done.stderr
+
+
+@contextlib.contextmanager
+def seeing(cluster: Cluster, host: Host, made: Synthetic) -> Iterator[None]:
+    """The host with a synthetic tree in place of /sys/class, and with the programs that belong to it."""
+    made.write_programs(cluster.folder / "programs" / host.name)
+    host.run(["mkdir", "-p", "/srv/private"], check=True)
+    host.run(["cp", "-r", cluster.folder / "programs" / host.name, "/srv/private/bin"], check=True)
+    host.run(["mount", "--bind", made.root / "sys/class", "/sys/class"], check=True)
+    try:
+        yield
+    finally:
+        host.run(["umount", "/sys/class"], check=True)
+
+
+def test_networks_and_gpu_links_of_hosts_are_told_and_judged(hosts: Cluster) -> None:
+    """N07, through ssh. Cards and GPUs are synthetic."""
+    with contextlib.ExitStack() as stack:
+        for host, down in zip(hosts.hosts, ((), ("mlx5_3",)), strict=False):
+            made = fabrics.ib_node(hosts.folder / f"tree-{host.name}", down=down)
+            fabrics.interface(made, "eth0", speed=25000)
+            stack.enter_context(seeing(hosts, host, made))
+        wrap = f"cluster.wrap=[env,'PATH=/srv/private/bin:{os.environ['PATH']}']"
+        words = (wrap, "model=tiny", "zero=stage2", "nccl.hca=[mlx5_0,mlx5_3]")
+        done = check(hosts, *words, lines=("n1 slots=2", "n2 slots=2"), device="cuda")
+    assert done.returncode == 3, done.stdout + done.stderr
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    for row in ("n1 InfiniBand 8 up, 400 Gb/s eth0 25 Gb/s", "n2 InfiniBand 7 of 8 up, 400 Gb/s eth0 25 Gb/s"):
+        assert any(line.startswith(f"{row} NVLink (NV18)") for line in lines), done.stdout
+    assert "NCCL_IB_HCA==mlx5_0,mlx5_3 (nccl.hca, by exact names)" in done.stdout
+    assert "NCCL_SOCKET_IFNAME==eth0 (the interface whose route reaches the other hosts)" in done.stdout
+    assert "n2  RDMA  port mlx5_3:1 is DOWN / Disabled, and NCCL_IB_HCA names it" in done.stderr
+    assert "all wait for the slowest" not in done.stdout  # n2 has a row of its own

@@ -117,6 +117,7 @@ def three(folder, two) -> dict:
     [
         *(f"stage{s}-fp32" for s in range(4)),
         *(f"stage{s}-bf16" for s in range(1, 4)),
+        *(f"stage{s}_{kind}" for s in (2, 3) for kind in ("offload", "bf16_states")),
         "dropout",
         "two_groups",
         "stage2-groups",
@@ -162,6 +163,14 @@ def test_full_weights_have_every_parameter_whole(two):
 def test_resume_in_another_stage(two, source, target):
     expected = two[f"stage{source}-fp32"]["expected"]
     assert two[f"stage{source}-to-stage{target}"] == pytest.approx(expected, rel=0, abs=1e-6)
+
+
+def test_states_move_between_gpu_host_and_formats(two):
+    """An offloaded run goes on without, and the other way round; bf16 states round what float32 ones held."""
+    for source, target in (("stage2-bf16", "stage3_offload"), ("stage2_offload", "stage1")):
+        assert two[f"{source}-to-{target}"] == pytest.approx(two[source]["expected"], rel=0, abs=2e-2)
+    for source, target in (("stage3-bf16", "stage2_bf16_states"), ("stage3_bf16_states", "stage1")):
+        assert two[f"{source}-to-{target}"] == pytest.approx(two[source]["expected"], rel=0, abs=5e-2)
 
 
 def test_groups_of_parameters_resume_anywhere(two, three):

@@ -295,6 +295,7 @@ def test_every_shipped_option_composes(word: str) -> None:
     needed |= {one: ["dataset.train=t.jsonl"] for one in shipped() if one.startswith("experiment=")}
     needed["experiment=digits"] = []
     needed["loss=custom"] = ["loss.function=ours:loss"]
+    needed["zero=stage3_nvme"] = ["zero.nvme_path=scratch"]
     model = [] if word.startswith(("model=", "experiment=")) else ["model=tiny"]
     config = read_config([word, *model, *needed.get(word, [])]).config
     group, _, option = word.partition("=")

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import queue
 import shlex
 import signal
 import socket
@@ -25,6 +26,7 @@ from launcher.rundir import RunDir
 from launcher.running import hello
 from launcher.running.agent import processes, read_environment
 from launcher.running.hello import Hello
+from launcher.running.nodechannel import NodeChannel
 from launcher.running.ownhost import OwnHost, node_order
 from launcher.spec import RunPlan
 from tests.planning_support import plan as make_plan
@@ -448,18 +450,37 @@ def test_a_follower_takes_nothing_else(changed: dict[str, Any], error: type[Exce
         ("carry", {"do": "unmark", "root": "/etc", "name": "passwd"}),
         ("carry", {"do": "record", "root": "/", "paths": [], "manifest": "/etc/passwd"}),
         ("probe", {"do": "run"}),
+        ("fabric_probe", {"do": "look"}),
     ],
 )
 def test_a_leader_can_have_nothing_written_or_run(program: str, message: dict[str, Any]) -> None:
     own = OwnHost(follower_plan(), 1, lambda event: None, node_order)
     try:
         own.start(program)
-        with pytest.raises(ValueError, match="for agent|for carry|for probe|a mark"):
+        with pytest.raises(ValueError, match="for agent|for carry|for (fabric_)?probe|a mark"):
             own.tell(message)
         with pytest.raises(ValueError, match="a start of"):
             own.start("../../tmp/x")
     finally:
         own.leave()
+
+
+def test_a_nodes_libraries_are_those_that_its_own_variables_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    leader = NodeChannel("node1", queue.Queue(), told.append)
+    leader.send(
+        {"do": "fabric", "cwd": "/leader", "path": ["/leader"], "env": {"LD_PRELOAD": "/x"}, "names": ["NCCL_X"]}
+    )
+    own = OwnHost(follower_plan("env.set.LD_LIBRARY_PATH=/opt/own"), 1, lambda event: None, node_order)
+    try:
+        own.start("fabric_probe")
+        monkeypatch.setattr(own._channel, "send", told.append)
+        own.tell(told[0]["tell"])
+    finally:
+        own.leave()
+        leader.close()
+    assert "/x" not in str(told[0]) and told[1]["names"] == ["NCCL_X"]
+    assert (told[1]["env"], told[1]["cwd"]) == ({"LD_LIBRARY_PATH": "/opt/own"}, os.getcwd())
 
 
 def test_secrets_are_none_of_what_launchers_tell_each_other() -> None:

@@ -13,8 +13,9 @@ from launcher.errors import ConfigError, Problem
 from launcher.families import FAMILIES
 from launcher.fingerprint import fingerprint
 from launcher.planning.choices import choose_precision
-from launcher.planning.describe import WIDTH, describe
+from launcher.planning.describe import describe
 from launcher.planning.facts import Resume, TextFile
+from launcher.planning.lines import WIDTH
 from launcher.planning.placement import place
 from launcher.planning.plan import make_plan
 from launcher.resources import conf_dir
@@ -40,6 +41,17 @@ PLANS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         ("model=qwen3_vl_2b", "tune=full", "zero=stage2", *JSONL, "cluster.gpu=a100_80g", "cluster.master_port=29501"),
         {"hostfile": hostfile("example_fields"), "eval_rows": 10},
     ),
+    "auto_one_gpu": (("model=qwen3_vl_reranker_8b", "zero=auto", *JSONL, "gpus=1", "cluster.gpu=h200"), {}),
+    "auto_72b": (("model=qwen2_5_vl_72b", "zero=auto", *JSONL, "gpus=2", "cluster.gpu=h200"), {}),
+    "auto_hosts": (("model=qwen3_vl_32b", "tune=full", "zero=auto", *JSONL, "nodes=4", "cluster.gpu=h100"), {}),
+    "experts": (("model=qwen3_vl_30b_a3b", "zero=stage3", *JSONL, "gpus=4", "cluster.gpu=a100_80g"), {}),
+    "qlora": (("model=qwen2_5_vl_72b", "tune=qlora", *JSONL, "gpus=1", "cluster.gpu=h200"), {}),
+    "offload": (("model=qwen3_vl_8b", "tune=full", "zero=stage3_offload", *JSONL, "gpus=2", "cluster.gpu=h100"), {}),
+    "chats": (
+        ("model=qwen3_8b", "task=sft", "loss=cross_entropy", "tune=full", *JSONL, "gpus=8", "cluster.gpu=h100"),
+        {},
+    ),
+    "copies": (("model=qwen3_vl_32b", "zero=stage3_hpz", *JSONL, "nodes=2", "cluster.gpu=h100"), {}),
 }
 
 
@@ -163,18 +175,18 @@ def test_steps() -> None:
 def test_memory_decides_micro_batch_and_recomputation() -> None:
     words = ("model=qwen3_vl_8b", *JSONL, "zero=stage2")
     large, small = plan(*words, gpus=gpus(1)), plan(*words, gpus=gpus(1, "NVIDIA L40S", 44.7, (8, 9)))
-    assert (large.checkpointed_layers, small.checkpointed_layers) == (0, 36)
+    assert large.checkpointed_layers < small.checkpointed_layers <= 36
     for made, gib in ((large, 140.4), (small, 44.7)):
         assert made.batch.max_tokens % 1024 == 0
         assert made.batch.max_tokens >= 4096
-        assert sum(made.memory.values()) <= 0.9 * gib * GIB
-    tight = plan(*words, gpus=gpus(1, "NVIDIA L4", 22.5, (8, 9)))
-    assert any("GiB a GPU are needed, and 20.2 GiB are usable" in text for text in tight.warnings)
+        assert sum(made.memory.values()) <= 0.95 * gib * GIB
+    with pytest.raises(ConfigError, match=r"zero=stage2(.|\n)*more than the 14.7 GiB of a GPU \(Tesla T4\)"):
+        plan(*words, gpus=gpus(1, "Tesla T4", 14.7, (7, 5)))
     fixed = plan(*words, "batch.max_tokens=5000", "memory.gradient_checkpointing=7", gpus=gpus(1))
     assert (fixed.batch.max_tokens, fixed.checkpointed_layers) == (5000, 7)
     shards = [plan(*words[:-1], f"zero=stage{s}", "tune=full", gpus=gpus(8)).memory for s in (1, 2, 3)]
     assert shards[0]["gradients"] > shards[1]["gradients"]
-    assert shards[0]["optimizer"] == shards[1]["optimizer"]
+    assert shards[0]["optimizer moments"] == shards[1]["optimizer moments"]
     assert shards[1]["trained weights"] > 7 * shards[2]["trained weights"]
 
 

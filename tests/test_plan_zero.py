@@ -10,6 +10,7 @@ import pytest
 
 from launcher.errors import ConfigError
 from launcher.planning.facts import TextFile
+from launcher.planning.hjson_file import read_hjson
 from launcher.planning.zero import NEVER, Trained, finish_zero
 from launcher.planning.zero_keys import (
     BF16_KEYS,
@@ -20,12 +21,21 @@ from launcher.planning.zero_keys import (
     PASSED_KEYS,
     ZERO_KEYS,
 )
-from launcher.planning.zero_lint import Settings, batch_error, parse_json
+from launcher.planning.zero_lint import Settings, batch_error
 from launcher.resources import ds_configs_dir
-from launcher.spec import BatchConfig, OptimConfig, RunConfig
+from launcher.spec import BatchConfig, OptimConfig, RunConfig, ZeroConfig
 
 CASES = Path(__file__).parent / "cases" / "ds_config"
 STAGES = ("stage0", "stage1", "stage2", "stage3", "stage3_hpz")
+OTHERS = (  # and precisions that they are refused in
+    ("stage2_offload", ()),
+    ("stage3_offload", ()),
+    ("stage3_nvme", ()),
+    ("zeropp", ("bf16", "fp32")),
+    ("stage2_bf16_states", ("fp16", "fp32")),
+    ("stage3_bf16_states", ("fp16", "fp32")),
+    ("autotp", ("bf16", "fp16", "fp32")),
+)
 
 
 def group(name: str) -> TextFile:
@@ -34,10 +44,11 @@ def group(name: str) -> TextFile:
     return TextFile(path=f"ds_configs/{path.name}", text=path.read_text())
 
 
-def settings(world: int = 1, precision: str = "bf16", slots: tuple[int, ...] = ()) -> Settings:
+def settings(world: int = 1, precision: str = "bf16", slots: tuple[int, ...] = (), *, nvme: bool = False) -> Settings:
     """What the launcher decided."""
     world = sum(slots) or world
-    config = RunConfig(optim=OptimConfig(lr=1e-4), batch=BatchConfig(global_size=16))
+    zero = ZeroConfig(nvme_path="/local/nvme" if nvme else None)
+    config = RunConfig(optim=OptimConfig(lr=1e-4), batch=BatchConfig(global_size=16), zero=zero)
     return Settings(world_size=world, precision=precision, lr=1e-4, config=config, slots=slots)
 
 
@@ -54,18 +65,40 @@ def finish(
     text = user if isinstance(user, str) or user is None else json.dumps(user)
     file = None if text is None else TextFile(path="my.json", text=text)
     sizes = Trained(**{"parameters": 10**9, "largest_adapter": 0, **trained})
-    return finish_zero(group(name), file, settings(world, precision, slots), sizes)
+    return finish_zero(group(name), file, settings(world, precision, slots, nvme="nvme" in name), sizes)
 
 
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", [*STAGES, *(name for name, _ in OTHERS)])
 def test_shipped_files_are_deepspeeds_and_hold_sharding_only(name: str) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    raw = parse_json(group(name))
-    assert set(raw) <= {"zero_optimization", "data_types"}
-    assert raw["zero_optimization"]["overlap_comm"] is name.startswith("stage3")
+    raw = read_hjson(group(name)).value
+    assert set(raw) <= {"zero_optimization", "data_types", "bf16", "aio", "tensor_parallel"}
+    assert raw["zero_optimization"]["overlap_comm"] is (raw["zero_optimization"]["stage"] == 3)
     parsed = DeepSpeedConfig({**raw, "train_micro_batch_size_per_gpu": 1})  # the one thing DeepSpeed insists on
-    assert parsed.zero_optimization_stage == int(name[5])
+    assert parsed.zero_optimization_stage == (
+        int(name[5]) if name.startswith("stage") else 3 if name == "zeropp" else 1
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("name", "refused"), OTHERS)
+def test_other_files_finish_in_their_precisions(name: str, refused: tuple[str, ...], precision: str) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    if precision in refused:
+        with pytest.raises(ConfigError, match=r"AutoTP|float16|precision=bf16"):
+            finish(name, precision=precision, slots=(2, 2))
+        return
+    config, _ = finish(name, precision=precision, slots=(2, 2))
+    assert "auto" not in json.dumps(config)
+    parsed = DeepSpeedConfig({**json.loads(json.dumps(config)), "train_batch_size": 1})
+    offload = parsed.zero_config.offload_optimizer
+    wanted = "nvme" if "nvme" in name else "cpu" if "offload" in name else None
+    assert (offload and offload.device) == wanted
+    assert ("zero_force_ds_cpu_optimizer" in config) is ("offload" in name or "nvme" in name)
+    assert parsed.bfloat16_config.bf16_optimizer_states is ("states" in name)
+    assert parsed.grad_accum_dtype == ("bf16" if "states" in name else "fp32")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -158,6 +191,7 @@ def test_known_keys_are_those_of_deepspeed() -> None:
     assert not set(PASSED_KEYS) & set(OWNED_KEYS)
 
 
+# D01, D06, D07, D08, D13, D15: what DeepSpeed passes over, or refuses on every rank after loading.
 ERRORS = {
     "batch_mismatch.json": "train_batch_size 8 is not 2 x 2 x 1 rank = 4",
     "fp16_and_bf16.json": "fp16 and bf16 are enabled",
@@ -238,6 +272,7 @@ def test_the_stage_comes_from_the_group_when_the_file_has_none() -> None:
 @pytest.mark.parametrize(
     ("user", "text"),
     [
+        # D03: the file and the launcher's own keys disagree
         ({"gradient_clipping": 0.5}, "gradient_clipping is 0.5, and optim.max_grad_norm is 1.0"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 3e-5}}}, "optim.lr is 0.0001"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}, "optim.* decides the schedule"),
@@ -250,12 +285,12 @@ def test_the_stage_comes_from_the_group_when_the_file_has_none() -> None:
         ({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 8}}, "no effect below stage 3"),
         ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "5e8"}}, 'is the text "5e8", but must be a number'),
         ({"zero_optimization": {"stage": 0}}, "zero stage 0 in bf16"),
-        ({"elasticity": {}}, "unknown key elasticity"),
-        ({"activation_checkpointing": {}}, "activation_checkpointing has no place here"),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "activation_checkpointing has no place here"),
         ({"tensor_parallel": {"autotp_size": 2}}, "AutoTP splits the attention of Qwen's vision towers"),
         ({"train_batch_size": 0}, "must be a whole number of at least 1"),
-        ('{"a": NaN}', "NaN is no JSON number"),
-        ('{"a": 1,}', "not JSON"),
+        ('{"sub": "NaN"}', "NaN is no JSON number"),
+        ('{"a": NaN}', "not JSON"),
+        ('{"zero_optimization": auto}', "texts in quotes"),
         ("[]", "one JSON object"),
     ],
     ids=str,
@@ -276,6 +311,7 @@ def test_all_problems_of_a_file_are_told_together() -> None:
 
 @pytest.mark.parametrize("case", json.loads((CASES / "batch_math.json").read_text()), ids=str)
 def test_batch_arithmetic(case: dict[str, Any]) -> None:
+    """D01."""
     numbers = case["train_batch"], case["micro"], case["accum"]
     if case["train_batch"] == 0:
         return  # refused before arithmetic, above

@@ -289,7 +289,7 @@ def gpus(count: int, **fields: Any) -> list[dict[str, Any]]:
 
 def look(**fields: Any) -> dict[str, Any]:
     """What a probe might say."""
-    versions = {"torch": "2.9", "deepspeed": "0.19", "transformers": "5.0", "peft": "0.19"}
+    versions = {"torch": "2.12", "deepspeed": "0.19.8", "transformers": "5.24", "peft": "0.19"}
     machine = {"hostname": "a", "boot": "b", "network": f"net:[{next(NETWORKS)}]"}
     return {
         "python": "3.11.7",
@@ -327,7 +327,12 @@ def two(first: dict[str, Any] | None = None, **second: Any) -> tuple[RunPlan, di
 JUDGED = [
     ({"python": "3.8.1"}, "python", "3.10 or newer"),
     ({"python": "3.12.1"}, "versions", "python 3.12, but 3.11 on this machine, a"),
-    ({"versions": {**look()["versions"], "torch": "2.8"}}, "versions", "torch 2.8, but 2.9 on this machine, a"),
+    ({"versions": {**look()["versions"], "torch": "2.11"}}, "versions", "torch 2.11, but 2.12 on this machine, a"),
+    (
+        {"versions": {**look()["versions"], "deepspeed": "0.18.2"}},
+        "versions",
+        "computes wrong gradients (deepspeedai",
+    ),  # G11
     ({"versions": {**look()["versions"], "flash-attn": "2.8"}}, "versions", "flash-attn 2.8, but not installed on a"),
     ({"missing": ["deepspeed"]}, "packages", "/venv/python lacks deepspeed"),
     ({"cwd": False}, "folder", "the working folder /w is not there"),
@@ -363,7 +368,7 @@ def test_each_difference_names_its_host(seen: dict[str, Any], what: str, reason:
     plan, looks = two(**seen)
     reference = Reference(
         cwd="/w",
-        versions={"python": "3.11", "torch": "2.9"},
+        versions={"python": "3.11", "torch": "2.12"},
         digest="d",
         files={"spec.py": "1", "errors.py": "1"},
         marks={"/w/rows": [3, "x"]},
@@ -382,12 +387,32 @@ def test_equal_hosts_have_no_findings() -> None:
     assert oddities(plan, looks, Reference(cwd="/w")) == []
 
 
+@pytest.mark.parametrize(
+    ("seen", "reason"),
+    [
+        (
+            {"where": "/local", "writable": False, "free": 10**15},
+            "/local/nvme cannot be written",
+        ),
+        ({"where": "/local/nvme", "writable": True, "free": 10**6}, "0.0 GB are free in /local/nvme, and optimizer"),
+        ({"where": "/local/nvme", "writable": True, "free": 10**15}, None),
+    ],
+)
+def test_the_folder_on_nvme_is_looked_at_on_every_host(seen: dict[str, Any], reason: str | None) -> None:
+    plan, looks = two({"scratch": {**seen, "writable": True, "free": 10**15}}, scratch=seen)
+    zero = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/local/nvme"}}
+    plan = dataclasses.replace(plan, deepspeed={"zero_optimization": zero}, trainable={"language": 10**9})
+    found = [(row.host, row.reason) for row in judge(plan, looks, Reference(cwd="/w")) if row.what == "nvme folder"]
+    assert [host for host, _ in found] == (["b"] if reason else [])
+    assert reason is None or reason in found[0][1]
+
+
 def test_the_odd_one_of_three_is_named_and_not_this_machine() -> None:
     plan, looks = two()
-    looks["c"] = look(versions={**look()["versions"], "transformers": "4.9"})
+    looks["c"] = look(versions={**look()["versions"], "transformers": "5.23"})
     plan = dataclasses.replace(plan, hosts=(*plan.hosts, Host(name="c", gpus=(0,))))
-    found = judge(plan, looks, Reference(cwd="/w", versions={"transformers": "4.8"}))
-    assert [(row.host, row.reason) for row in found] == [("c", "transformers 4.9, but 5.0 on a, b")]
+    found = judge(plan, looks, Reference(cwd="/w", versions={"transformers": "5.20"}))
+    assert [(row.host, row.reason) for row in found] == [("c", "transformers 5.23, but 5.24 on a, b")]
 
 
 def test_one_machine_by_two_names() -> None:
@@ -477,6 +502,11 @@ def test_interface_that_is_not_there_is_refused() -> None:
     host = plan.hosts[1]
     assert choose_interface(plan, host, seen, "eno1") == ("eno1", None)
     assert choose_interface(plan, dataclasses.replace(host, iface="ib0"), seen, "eno1") == ("ib0", None)
+    nccl = dataclasses.replace(plan.config.nccl, interface="eth9")
+    wide = dataclasses.replace(plan, config=dataclasses.replace(plan.config, nccl=nccl))
+    row = choose_interface(wide, host, seen, "eno1")[1]
+    assert row is not None and row.reason.startswith("nccl.interface=eth9 is not up there or has no address; there are")
+    assert choose_interface(wide, dataclasses.replace(host, iface="ib0"), seen, "eno1") == ("ib0", None)
     typed = dataclasses.replace(plan, env={"NCCL_SOCKET_IFNAME": "ib"})
     assert choose_interface(typed, host, seen, "eno1") == ("ib0", None)
     typed = dataclasses.replace(plan, env={"GLOO_SOCKET_IFNAME": "eth0"})

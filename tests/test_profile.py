@@ -135,7 +135,7 @@ def test_a_profile_that_cannot_be_written_does_not_end_training(tmp_path: Path) 
 
 
 def test_numbers_over_ranks() -> None:
-    rows = [(0.1, 1.0, 2.0, 0.5, 100, 3.0, 4.0), (0.3, 2.0, 4.0, 0.5, 50, 5.0, 6.0)]
+    rows = [(0.1, 1.0, 2.0, 0.5, 100, 3.0, 4.0, 1), (0.3, 2.0, 4.0, 0.5, 50, 5.0, 6.0, 2)]
     fields = over_ranks(rows)
     ranks = fields.pop("ranks")
     assert fields == {
@@ -145,10 +145,11 @@ def test_numbers_over_ranks() -> None:
         "optimizer_s": 0.5,
         "memory_gib": 5.0,
         "memory_reserved_gib": 6.0,
+        "memory_moment": "backward",  # of rank 1, which took most
     }
     assert ranks["data_wait_s"] == [0.1, 0.3]
-    assert (ranks["tokens"], ranks["memory_gib"]) == ([100, 50], [3.0, 5.0])
-    assert not [name for name in over_ranks([(0.1, 1.0, 2.0, 0.5, 100, 0.0, 0.0)]) if "memory" in name]
+    assert (ranks["tokens"], ranks["memory_gib"], ranks["memory_reserved_gib"]) == ([100, 50], [3.0, 5.0], [4.0, 6.0])
+    assert not [name for name in over_ranks([(0.1, 1.0, 2.0, 0.5, 100, 0.0, 0.0, -1)]) if "memory" in name]
 
 
 @pytest.mark.gpu

@@ -2,8 +2,8 @@
 
 A comment before a fenced block says how it is tested: `<!-- run -->` runs each line as it stands,
 `<!-- plan -->` plans it (the run itself takes weights or hours), `<!-- refused -->` is a command with the
-whole message that refuses it, `<!-- file: NAME -->` is a file that the commands read. `make` targets
-and paths named anywhere must exist.
+whole message that refuses it, `<!-- file: NAME -->` is a file that the commands read, `<!-- plan text -->` and
+`<!-- fit table -->` are what `tests/tools/readme_plans.py` makes. `make` targets and paths named anywhere must exist.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import pytest
 
 from launcher.errors import ConfigError
 from launcher.planning.config import read_config
+from tests.tools.readme_plans import TUNES, cell, written
 
 REPO = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "README.zh-CN.md", "CONTRIBUTING.md")
@@ -104,6 +105,20 @@ def test_files_named_exist(page: str) -> None:
     )
     assert named
     assert [name for name in sorted(named) if not (REPO / name).exists() and "NAME" not in name] == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
+def test_plans_shown_are_those_of_now(page: str) -> None:
+    """Else: python -m tests.tools.readme_plans --write"""
+    text = (REPO / page).read_text(encoding="utf-8")
+    assert written(text) == text
+
+
+def test_an_a100_with_80_gb_fits_what_its_column_says() -> None:
+    shown = README.split("<!-- fit table -->")[1]
+    for tune in TUNES:
+        row = next(line for line in shown.splitlines() if line.startswith(f"| `qwen3_vl_8b` | `{tune}` |"))
+        assert row.split(" | ")[3] == cell("qwen3_vl_8b", tune, "a100_80g")
 
 
 def test_every_group_is_in_the_table() -> None:

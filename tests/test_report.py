@@ -18,13 +18,16 @@ import pytest
 
 from launcher.__main__ import main
 from launcher.errors import ConfigError
+from launcher.estimates import CONTEXT, FRAGMENTS
 from launcher.reporting.chart import smooth, thin
 from launcher.reporting.page import write_report
 from launcher.reporting.record import number, read_record
 from launcher.rundir import SWEEP, RunDir, write_json
+from launcher.running.outcome import foretold_lines
 from launcher.running.supervisor import write_supervisor
 from launcher.spec import plan_to_json
 from tests.conftest import Launch
+from tests.foretold import MEMORY, TIME
 from tests.reporting_support import (
     START,
     STEP_S,
@@ -45,6 +48,7 @@ from tests.reporting_support import (
 ALL_PLOTS = {
     *("loss", "rate", "eval", "speed", "memory", "shares", "spread", "ranks", "phases", "lengths"),
     *("gpus", "hosts", "network", "infiniband"),
+    *("memory_parts", "step_parts", "timeline", "scaling"),
 }
 
 
@@ -169,15 +173,26 @@ def test_an_early_stop_is_told(run: RunDir) -> None:
 
 
 def test_plan_against_reality_is_right(run: RunDir) -> None:
-    memory = json.loads(run.plan.read_text())["memory"]
-    whole, inside = sum(memory.values()) / 2**30, (sum(memory.values()) - memory["context"]) / 2**30
     limit = json.loads(run.plan.read_text())["batch"]["max_tokens"]
     rows = {row[0]: row[1:] for row in page(run).tables["Plan against reality"]}
-    assert inside < whole
-    assert rows["peak allocated, rank 0"] == [f"{inside:.1f} GiB", "42.0 GiB", f"{42 / inside:.2f}"]
-    assert rows["peak allocated, rank 1"] == [f"{inside:.1f} GiB", "39.5 GiB", f"{39.5 / inside:.2f}"]
-    assert rows["peak reserved, largest rank"] == [f"{inside:.1f} GiB", "47.5 GiB", f"{47.5 / inside:.2f}"]
-    assert rows["in use on desk GPU 1 (driver)"] == [f"{whole:.1f} GiB", "51.0 GiB", f"{51 / whole:.2f}"]
+    # Of 80 GiB planned 3 are fragmentation and 3 the context.
+    assert rows["peak allocated, rank 0"] == ["74.0 GiB", "42.0 GiB", f"{42 / 74:.2f}"]
+    assert rows["peak allocated, rank 1"] == ["74.0 GiB", "39.5 GiB", f"{39.5 / 74:.2f}"]
+    assert rows["peak reserved, largest rank"] == ["77.0 GiB", "47.5 GiB", f"{47.5 / 77:.2f}"]
+    assert rows["in use on desk GPU 1 (driver)"] == ["80.0 GiB", "51.0 GiB", f"{51 / 80:.2f}"]
+    assert rows["the fullest moment"] == ["backward", "forward", "–"]
+    steady = steps_of(run)[5:]
+    seconds = [line["step_s"] for line in steady]
+    mean, tokens = statistics.fmean(seconds), 24_000 * len(steady) / sum(seconds)
+    assert rows["time of a step, mean"] == ["4 s", f"{mean:.3g} s", f"{mean / 4:.2f}"]
+    assert rows["tokens/s"] == ["12,000", f"{tokens:,.0f}", f"{tokens / 12_000:.2f}"]
+    assert rows["queries/s"] == ["4", f"{16 / mean:.3g}", f"{4 / mean:.2f}"]
+    # A quarter of the planned 4 s would do for 48,000 tokens at the highest rate.
+    assert rows["share of the limit"] == ["25.0 %", f"{100 * tokens / 48_000:.1f} %", f"{tokens / 12_000:.2f}"]
+    used = 8e15 / (2 * 989e12)  # seconds of the planned 48,000 tokens at the data sheet's rate on two H200s
+    mfu = [f"{100 * used / 4:.1f} %", f"{100 * used * tokens / 48_000:.1f} %", f"{tokens / 12_000:.2f}"]
+    assert rows["MFU"] == mfu
+    assert rows["share of waiting for data"][:2] == ["6.2 %", f"{6 / mean:.1f} %"]
     assert rows["optimizer steps"] == ["200", "200", "1.00"]
     assert rows["steps an epoch"] == ["63", "62.5", f"{62.5 / 63:.2f}"]  # 1,000 rows, 16 a step
     assert rows["queries a step, mean"] == ["16", "16", "1.00"]
@@ -193,7 +208,8 @@ def test_plan_against_reality_is_right(run: RunDir) -> None:
 
 def test_plan_at_the_tokens_seen_scales_what_grows_with_them(run: RunDir) -> None:
     plan = json.loads(run.plan.read_text())
-    gib = {"frozen weights": 9, "gradients": 1, "activations": 40, "vision": 8, "context": 2}
+    gib = {"frozen weights": 9, "gradients": 1, "activations of the language model": 40, "logits": 8}
+    gib |= {FRAGMENTS: 1, CONTEXT: 2}
     plan["memory"] = {name: value * 2**30 for name, value in gib.items()}
     plan["batch"]["max_tokens"] = 12_400  # rank 0 held 12,400 tokens in two micro-batches
     write_json(run.plan, plan)
@@ -201,12 +217,70 @@ def test_plan_at_the_tokens_seen_scales_what_grows_with_them(run: RunDir) -> Non
     rows = {row[0]: row[1:] for row in found.tables["Plan against reality"]}
     assert rows["peak allocated against the plan at the tokens seen"] == ["34.0 GiB", "42.0 GiB", "1.24"]  # 10 + 48/2
     levels = {line["name"]: line["y"] for line in found.figures["memory"]["data"] if line["line"]["dash"] != "solid"}
-    assert levels == {"planned": [58, 58], "at the tokens seen": [34, 34]}
+    planned = {"planned, allocated": [58, 58], "planned, reserved": [59, 59]}
+    assert levels == {**planned, "planned, allocated at the tokens seen": [34, 34]}
+    old = {"frozen weights": 10, "activations": 40, "vision": 8, "context": 2}  # as plans were written once
+    plan["memory"] = {name: value * 2**30 for name, value in old.items()}
+    write_json(run.plan, plan)
+    found = page(run)
+    assert {row[0]: row[1:] for row in found.tables["Plan against reality"]} == {
+        **rows,
+        "peak reserved, largest rank": ["58.0 GiB", "47.5 GiB", "0.82"],
+        **{f"in use on desk GPU {n} (driver)": ["60.0 GiB", f"{50 + n}.0 GiB", f"{(50 + n) / 60:.2f}"] for n in (0, 1)},
+    }
     del plan["batch"]["max_tokens"]
     write_json(run.plan, plan)
     found = page(run)
     assert len(found.tables["Plan against reality"]) == len(rows) - 1
-    assert "at the tokens seen" not in [line["name"] for line in found.figures["memory"]["data"]]
+    assert not any("tokens seen" in line["name"] for line in found.figures["memory"]["data"])
+
+
+def test_what_was_foretold_is_drawn_beside_what_came(run: RunDir) -> None:
+    found = page(run)
+    memory = {bar["name"]: dict(zip(bar["y"], bar["x"], strict=True)) for bar in found.figures["memory_parts"]["data"]}
+    assert {name: bar["planned"] for name, bar in memory.items() if "planned" in bar} == MEMORY
+    assert list(memory)[: len(MEMORY)][-2:] == [FRAGMENTS, CONTEXT]  # torch's tensors stand before both
+    assert memory["allocated"] == {"rank 0": 42, "rank 1": 39.5}
+    assert memory["held by torch beside it"] == {"rank 0": 5.5, "rank 1": 4.5}
+    assert memory["in use, as the driver says"] == {"desk GPU 0": 50, "desk GPU 1": 51}
+    assert [shape["x0"] for shape in found.figures["memory_parts"]["layout"]["shapes"]] == [140, 133]
+    step = {bar["name"]: dict(zip(bar["y"], bar["x"], strict=True)) for bar in found.figures["step_parts"]["data"]}
+    assert {name: bar["planned"] for name, bar in step.items() if "planned" in bar} == TIME.parts
+    mean = statistics.fmean(line["step_s"] for line in steps_of(run)[5:])
+    seen = {"waiting for data": 0.06, "forward": 0.33, "backward": 0.6, "optimizer": 0.05, "rest": mean - 1.04}
+    assert {name: bar["seen"] for name, bar in step.items() if "seen" in bar} == pytest.approx(seen, rel=1e-4)
+    spans = [
+        (lane, bar["name"], base, base + lasting)
+        for bar in found.figures["timeline"]["data"]
+        for lane, base, lasting in zip(bar["y"], bar["base"], bar["x"], strict=True)
+    ]
+    assert sorted(spans) == sorted((s.lane, s.name, s.begin_s, pytest.approx(s.end_s)) for s in TIME.timeline)
+    hours = [(t["name"], t["x"], t["y"]) for t in found.figures["scaling"]["data"] if t["type"] == "bar"]
+    assert hours == [
+        ("hours an epoch", ["1", "2", "4"], [None, 4, 2.5]),
+        ("GPU-hours an epoch", ["1", "2", "4"], [None, 8, 10]),
+    ]
+    stars = [(t["x"], t["y"]) for t in found.figures["scaling"]["data"] if t["type"] == "scatter"]
+    assert stars == [(["2"], [pytest.approx(n * 63 * mean / 3600, rel=1e-4)]) for n in (1, 2)]  # 63 steps an epoch
+    assert "Does not fit on 1." in found.text
+
+
+def test_a_plan_without_it_has_a_page_too(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(run.path)]) == 0
+    mean = statistics.median(line["step_s"] for line in steps_of(run)[-100:])
+    told = f"memory planned 77.0 GiB, peak 47.5 GiB; step planned 4 s, took {mean:.3g} s"
+    assert f"  {told}" in capsys.readouterr().out.splitlines()
+    assert foretold_lines(run) == [told]
+    plan = json.loads(run.plan.read_text())
+    new = ("time", "choices", "scaling", "host_memory", "disk", "memory_moment", "memory_capacity", "env_reasons")
+    write_json(run.plan, {key: value for key, value in plan.items() if key not in new})
+    found = page(run)
+    assert set(found.figures) == ALL_PLOTS - {"step_parts", "timeline", "scaling"}
+    assert "Seconds of a step, planned and seen: The plan foretells no time" in found.text
+    assert not {"time of a step, mean", "share of the limit"} & {row[0] for row in found.tables["Plan against reality"]}
+    assert foretold_lines(run) == ["memory planned 77.0 GiB, peak 47.5 GiB"]
+    write_lines(run.metrics, [{k: v for k, v in line.items() if "memory" not in k} for line in steps_of(run)])
+    assert foretold_lines(run) == []
 
 
 def axes(found: Page) -> list[tuple[str, dict[str, Any]]]:
@@ -343,7 +417,7 @@ def test_run_that_failed_before_training(run: RunDir) -> None:
     write_outcome(run, "failed", 3, [{**failure(run, 0, "", ""), "rank": None, "error": None, "text": text}])
     run.node_log("desk").write_text("ImportError: libcudart\n")
     found = page(run)
-    assert found.figures == {}
+    assert set(found.figures) == {"timeline", "scaling"}  # of the plan alone
     for shown in (text, "ImportError: libcudart", "Loss: No step has been written down yet.", "failed, exit code 3"):
         assert shown in found.text
     assert "Network: The monitor wrote nothing." in found.text
@@ -390,7 +464,7 @@ def test_run_without_evaluation_monitor_or_the_newer_keys(run: RunDir) -> None:
     plan["config"]["logging"]["monitor_every_s"] = None
     write_json(run.plan, plan)
     found = page(run)
-    assert set(found.figures) == {"loss", "rate", "speed", "spread", "lengths"}
+    assert set(found.figures) == {"loss", "rate", "speed", "spread", "lengths", "step_parts", "timeline", "scaling"}
     for reason in (
         *("Evaluation metrics: No evaluation was made", "Where a step's time goes: Its steps were written without"),
         *("Time per phase: Not every change", "GPUs over time: The monitor was off"),

@@ -14,15 +14,31 @@ from pathlib import Path
 
 import pytest
 
+from launcher.estimates import CONTEXT, FRAGMENTS
+from launcher.planning.gpus import GIB
 from launcher.rundir import RunDir, write_json
 from launcher.running import causes
 from launcher.running.failures import Failure
 from launcher.running.folder import claim, write_files
 from launcher.running.journal import JsonTail
 from launcher.running.notify import notify
-from launcher.running.restart import Attempt, Restart, decide, next_plan, note_restart, restarts_of, summary
+from launcher.running.restart import (
+    Attempt,
+    Relief,
+    Restart,
+    decide,
+    find_relief,
+    next_plan,
+    note_restart,
+    relief_text,
+    restarts_of,
+    summary,
+)
 from launcher.running.supervisor import ask_by_file, asked_by_file, write_supervisor
 from launcher.running.verdict import Verdict
+from launcher.spec import LossConfig
+from launcher.training.losses import loss_of
+from launcher.training.outofmemory import Seen, explain
 from tests.planning_support import plan
 from tests.running_support import wait_until
 
@@ -231,3 +247,87 @@ def test_ctrl_c_before_the_start_ends_it(tmp_path: Path) -> None:
     assert "KeyboardInterrupt" in errors
     assert starter.returncode != 0
     assert "detached" not in said
+
+
+# A GPU's memory ends
+
+
+def short_of_memory(tokens: int | None) -> Verdict:
+    """The verdict of a run whose rank 0 had too little GPU memory for a micro-batch of so many tokens."""
+    error = {"type": "GpuMemoryError", "message": "CUDA out of memory", "exit_code": 4, "details": {"tokens": tokens}}
+    cause = causes.of_error("GpuMemoryError", "CUDA out of memory", 4)
+    failure = Failure(host="n1", rank=0, time=0.0, log="", cause=cause, error=error)
+    return Verdict(status="failed", exit_code=4, failures=(failure,))
+
+
+def test_too_little_gpu_memory_is_met_with_smaller_micro_batches_then_with_recomputing(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    write_json(run.data, {"train": {"lengths": {"longest": {"tokens": 5000}}}})
+    first = dataclasses.replace(plan(), checkpointed_layers=0)
+    first = dataclasses.replace(first, batch=dataclasses.replace(first.batch, max_tokens=16384))
+    layers = first.arch["text_config"]["num_hidden_layers"]
+    assert first.config.dataset.max_length == 4096
+    assert find_relief(first, short_of_memory(10833), run) == Relief(max_tokens=8064, checkpointed_layers=0)
+    # One prompt fits into 4,096 tokens; less would leave rows out, and the loss would be another one.
+    assert find_relief(first, short_of_memory(5200), run) == Relief(max_tokens=16384, checkpointed_layers=layers)
+    whole = dataclasses.replace(first, config=dataclasses.replace(first.config, loss=LossConfig(name="listwise")))
+    assert find_relief(whole, short_of_memory(6600), run) == Relief(max_tokens=16384, checkpointed_layers=layers)
+    spent = dataclasses.replace(whole, checkpointed_layers=layers)
+    assert "cannot be smaller" in str(find_relief(spent, short_of_memory(6600), run))
+    assert "before the first micro-batch" in str(find_relief(first, short_of_memory(None), run))
+    assert find_relief(first, attempt("network", 1, None, None).verdict, run) is None
+
+
+def test_a_start_with_smaller_micro_batches_needs_no_checkpoint() -> None:
+    less = Relief(max_tokens=8064, checkpointed_layers=3)
+    failed = dataclasses.replace(attempt("gpu_memory", 0, None, None), relief=less)
+    again = decide([failed], most=1)
+    assert again == Restart(number=1, wait_s=1.0, checkpoint=None, why="rank 3 on n2 died", relief=less)
+    assert decide([failed, failed], most=1) == "restart.max=1 is reached"
+    assert decide([dataclasses.replace(failed, relief="nothing helps")], most=1) == "nothing helps"
+    started = dataclasses.replace(plan(), resume_from="/before/checkpoints/step-000010")
+    second = next_plan(started, again, 29600)
+    assert (second.batch.max_tokens, second.checkpointed_layers) == (8064, 3)
+    assert second.resume_from == started.resume_from  # what the first start went on from
+    assert "micro-batches of 8,064 tokens and 3 layers recomputed" in relief_text(less)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        *({"name": name} for name in ("pointwise", "listwise")),
+        *({"name": "pairwise", "form": form} for form in ("ranknet", "margin")),
+        *({"name": "distill", "form": form} for form in ("margin_mse", "kl")),
+        *({"name": "custom", "function": "math:fsum", "unit": unit} for unit in ("document", "group")),
+    ],
+)
+def test_plan_and_training_agree_on_groups_that_stay_whole(loss: dict[str, str]) -> None:
+    config = dataclasses.replace(plan().config, loss=LossConfig(**loss))
+    assert config.whole_groups == loss_of(config).whole_groups
+
+
+def test_the_part_that_was_underestimated_is_named() -> None:
+    """80 GiB are planned for a GPU on which weights came out as planned and the micro-batch larger."""
+    planned = {"frozen weights": 16, "gradients": 1, "activations": 30, CONTEXT: 2, FRAGMENTS: 1}
+    tight = dataclasses.replace(plan(), memory={part: size * GIB for part, size in planned.items()})
+    seen = {"states": 17, "peak": 60, "reserved": 62, "free": 1, "total": 80, "asked": 2}
+    error = explain(tight, "micro-batch 2 of a step", 10833, Seen(**{name: size * GIB for name, size in seen.items()}))
+    assert error.details == {
+        "tokens": 10833,
+        "part": "what grows with the tokens of a micro-batch",
+        "planned_bytes": 30 * GIB,
+        "seen_bytes": 45 * GIB,
+    }
+    for words in (
+        "CUDA out of memory in micro-batch 2 of a step of 10,833 tokens",
+        "weights, optimizer and the like: 17.0 GiB planned, 17.0 GiB here",
+        "the CUDA context and other processes: 2.0 GiB planned, 17.0 GiB here",
+        "restart.max=2",
+    ):
+        assert words in error.render()
+    assert causes.of_error("GpuMemoryError", str(error), 4).name == "gpu_memory"
+    early = explain(
+        tight, "loading the model", 0, Seen(**{n: s * GIB for n, s in seen.items() if n != "states"}, states=None)
+    )
+    assert early.details["part"] == "weights, optimizer and the like"
+    assert "batch.max_tokens=" not in early.render().split("zero=auto")[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.processes.zero_cases import RUNS, SCORED, make_case
-from tests.zero_support import plain_loop, start, write_base
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("zero")
-    write_base(out)
-    with ThreadPoolExecutor() as both:  # one rank leaves a core idle
-        list(both.map(start, (1, 2), (out, out)))
-    return out
+from tests.zero_support import plain_loop
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +21,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def run(name: str) -> Any:
         name = name.replace(", weights from files", "")  # the same weights, built
+        name = name.replace("stage2_offload, ", "").replace("stage3_offload, ", "")  # the same model and steps
+        name = "full, small micro-batches" if name.endswith("_offload") else name
         if name not in known:
             known[name] = plain_loop(make_case(tmp_path_factory.mktemp("plain"), name, 0, 1))
         return known[name]
@@ -38,7 +30,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run
 
 
-@pytest.mark.parametrize(("name", "stage", "ranks"), [run for run in RUNS if run[0] != "bf16"])
+@pytest.mark.parametrize(("name", "stage", "ranks"), [run for run in RUNS if "bf16" not in run[0]])
 def test_same_as_a_plain_loop(outcomes: Path, reference: Any, name: str, stage: int, ranks: int) -> None:
     """Z01 to Z05, Z07, Z10, Z19, G04, and G07: the loss that is logged is the whole batch's."""
     key = f"{name}, stage {stage}, ranks {ranks}"
@@ -50,7 +42,7 @@ def test_same_as_a_plain_loop(outcomes: Path, reference: Any, name: str, stage: 
     if name == "a slow rank":
         fast, slow = (sum(sum(step[rank]) for step in numbers["tokens"]) for rank in (0, 1))
         assert numbers["speeds"][1] < numbers["speeds"][0] == 1.0 and fast > slow
-    if "small" in name:
+    if "small" in name or "offload" in name:
         assert numbers["micro_batches"][0] > 1  # else the case shows nothing
     moved = 0
     for parameter, value in expected.items():
@@ -76,10 +68,24 @@ def test_scores_are_equal_in_every_stage(outcomes: Path) -> None:
             assert row == pytest.approx(wanted, abs=1e-3)
 
 
-@pytest.mark.parametrize(("name", "stage", "ranks"), [run for run in RUNS if run[0] == "bf16"])
+@pytest.mark.parametrize(("name", "stage", "ranks"), [run for run in RUNS if "bf16" in run[0]])
 def test_bf16_follows_float32(outcomes: Path, reference: Any, name: str, stage: int, ranks: int) -> None:
     numbers = json.loads((outcomes / f"{name}, stage {stage}, ranks {ranks}.json").read_text())
     wanted, _ = reference("full, one micro-batch")
     assert numbers["loss"][0] == pytest.approx(wanted["loss"][0], abs=5e-3)  # before any update
     assert numbers["norm"][0] == pytest.approx(wanted["norm"][0], rel=3e-2)
     assert numbers["loss"] == pytest.approx(wanted["loss"], abs=0.1)  # Adam turns noise in tiny gradients into steps
+    assert numbers["moments"] == ["torch.bfloat16" if "states" in name else "torch.float32"]
+
+
+def test_bf16_masters_lose_small_updates() -> None:
+    """Why zero=stage2_bf16_states warns: a step of 1e-5 on a weight of 0.02 rounds away, however often it is made."""
+    weights = [torch.nn.Parameter(torch.full((64,), 0.02, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)]
+    begun = [weight.detach().clone() for weight in weights]
+    for weight in weights:  # an optimizer for each: they are of two formats
+        optimizer = torch.optim.AdamW([weight], lr=1e-5, weight_decay=0.0, fused=True)
+        for _ in range(20):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+    assert weights[0].equal(begun[0])
+    assert torch.allclose(weights[1], begun[1] - 20e-5)

@@ -52,6 +52,8 @@ _EXAMPLES = {
     "optim.lr": "1e-5",
     "train.max_steps": "1000",
     "cluster.master_port": "29500",
+    "nccl.interface": "eth0",
+    "nccl.hca": "[mlx5_0,mlx5_3]",
     "cluster.activate": "/opt/conda/bin/activate NAME",
     "cluster.wrap": "[docker,exec,-i,NAME]",
     "cluster.slurm_args": "[--partition=gpu,--time=08:00:00]",
@@ -75,7 +77,7 @@ def example(key: str) -> str:
 
 def placeholder(key: str) -> str:
     """`key` with a word for what belongs there."""
-    folder = key in ("model.path", "dataset.image_root", "run.dir", "run.root", "resume")
+    folder = key in ("model.path", "zero.nvme_path", "dataset.image_root", "run.dir", "run.root", "resume")
     return f"{key}={'FOLDER' if folder else 'FILE' if key in keys.PATHS else 'VALUE'}"
 
 
@@ -88,6 +90,8 @@ def spelled(key: str, raw: str, options: Options) -> str:
     value = synonyms.get(raw.lower(), raw)
     if key == "tune.target_modules":
         value = as_expression(value)
+    if key == "nccl.interface":
+        value = value.lstrip("=")  # NCCL's own mark for a whole name, which this key always means
     if value and keys.is_text(key) and grammar.top_level_commas(value) and not grammar.parse(value).quoted:
         value = grammar.in_quotes(value)
     if not value:
@@ -124,6 +128,7 @@ def _filled(template: str, raw: str, options: Options) -> str:
     words = []
     for word in template.split():
         key, _, value = word.partition("=")
+        value = "{}" if value == "[{}]" and raw[:1] == "[" else value  # a list was typed
         words.append(spelled(key, value.replace("{}", raw) if raw or value != "{}" else "", options))
     return " ".join(words)
 

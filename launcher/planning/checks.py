@@ -23,6 +23,7 @@ FORMATS = (
 )
 TRACKERS = ("wandb", "mlflow", "swanlab")
 TRANSPORTS = ("local", "ssh", "env", "manual", "slurm", "pdsh")
+NCCL_PROFILES = ("auto", "nvlink", "ib", "roce", "efa", "gcp", "tcp", "pcie", "debug")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,14 @@ def _is_address(value: str) -> bool:
     return True
 
 
+def _is_interface(value: str) -> bool:
+    return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,14}", value) is not None  # the kernel keeps 15 letters
+
+
+def _are_devices(value: list[str]) -> bool:
+    return all(re.fullmatch(r"[A-Za-z0-9_.-]+(:[1-9])?", name) for name in value) and len(set(value)) == len(value)
+
+
 def _are_patterns(value: list[str]) -> bool:
     return all(re.fullmatch(r"[A-Za-z0-9_*?\[\]!-]+", pattern) for pattern in value)
 
@@ -206,6 +215,14 @@ RULES: dict[str, Rule] = {
         lambda value: value in ("auto", "all", "none") or re.fullmatch(r"[0-9]+", value) is not None,
         ("auto", "all", "none"),
     ),
+    "memory.headroom": _below(1),
+    "nccl.name": _one_of(*NCCL_PROFILES),
+    "nccl.interface": Rule("the name of one network interface: eth0", _is_interface),
+    "nccl.hca": Rule("RDMA devices by their exact names, each once: [mlx5_0,mlx5_3]", _are_devices),
+    "nccl.gid_index": _from(0, 255),
+    "nccl.traffic_class": _from(0, 255),
+    "nccl.service_level": _from(0, 15),
+    "nccl.cross_nic": _from(0, 2),
     "cluster.transport": _one_of("auto", *TRANSPORTS),
     "cluster.activate": Rule('a script and its arguments, as a shell splits them: "FILE ARGUMENT"', _is_script_line),
     "cluster.wrap": Rule("words of a command: [docker,exec,-i,NAME]", _are_words),

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import shlex
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from launcher.arithmetic import peak_rate
 from launcher.datafiles import sources_of
 from launcher.families import PARTS
-from launcher.planning.gpus import ASSUMED_KIND, GIB
+from launcher.planning.describe_choices import choice_lines, scaling_lines
+from launcher.planning.describe_memory import memory_lines
+from launcher.planning.describe_time import time_lines
+from launcher.planning.gpus import ASSUMED_KIND
 from launcher.planning.hosts import shown_weight
+from launcher.planning.lines import WIDTH, beside, count, item, table, wrap
 from launcher.planning.secrets import masked
-from launcher.prepared import columns, histogram_lines, modality_lines
+from launcher.prepared import histogram_lines, modality_lines
 from launcher.spec import Host, RunPlan
 
-WIDTH = 110
 SHOWN_COMMANDS = 4
 OPTIMIZERS = {"adamw": "AdamW", "adamw8bit": "AdamW (8-bit moments)"}
 SHOWN_HOSTS = 16
-SOURCES = ("launcher", "forwarded", "env.file", "env.set")  # later ones win
+SOURCES = ("launcher", "nccl", "forwarded", "env.file", "env.set")  # later ones win
 FILES = (
     ("plan.json, config.yaml, overrides.txt", "what was planned and what was typed"),
     ("ds_config.json, hostfile, env.txt, command.sh", "the same run without the launcher"),
@@ -40,20 +42,23 @@ def describe(plan: RunPlan) -> str:
         _hosts(plan, first),
         _model(plan),
         _training(plan),
-        *([_data(plan)] if plan.data else []),
-        _memory(plan),
+        _data(plan),
+        memory_lines(plan),
+        time_lines(plan),
+        choice_lines(plan),
+        scaling_lines(plan),
         _deepspeed(plan),
         _environment(plan),
         _files(plan),
         _commands(plan),
     ]
     if rest:
-        sections.append(["Warnings", *(line for text in rest for line in _item(text))])
-    return "\n\n".join("\n".join(section) for section in sections)
+        sections.append(["Warnings", *(line for text in rest for line in item(text))])
+    return "\n\n".join("\n".join(section) for section in sections if section)
 
 
 def _hosts(plan: RunPlan, warning: str | None) -> list[str]:
-    head = [f"Hosts  {plan.hosts_source}"] if warning is None else [*_wrap(f"Warning: {warning}", ""), "", "Hosts"]
+    head = [f"Hosts  {plan.hosts_source}"] if warning is None else [*wrap(f"Warning: {warning}", ""), "", "Hosts"]
     rows = [("host", "ranks", "GPUs" if plan.device == "cuda" else "slots", "address", "")]
     shown, rank, turned = SHOWN_HOSTS if len(plan.hosts) > SHOWN_HOSTS + 1 else len(plan.hosts), 0, False
     for host in plan.hosts[:shown]:
@@ -74,7 +79,7 @@ def _hosts(plan: RunPlan, warning: str | None) -> list[str]:
         )
     if turned:
         lines.append("  (in the order of ranks: LOCAL_RANK is the rank modulo the ranks of its host)")
-    ranks = f"{_count(plan.world_size, 'rank')} ({plan.gpu_kind or guess}){reached}"
+    ranks = f"{count(plan.world_size, 'rank')} ({plan.gpu_kind or guess}){reached}"
     lines.append(f"  {ranks} meet at {plan.master_addr}, {port}")
     if plan.resume_from:
         lines.append(f"  resumes from {plan.resume_from}")
@@ -127,7 +132,7 @@ def _training(plan: RunPlan) -> list[str]:
     optim, layers = config.optim, (plan.arch.get("text_config") or plan.arch)["num_hidden_layers"]
     again = plan.checkpointed_layers
     optimizer = f"{OPTIMIZERS[optim.name]}, lr {_rates(plan)}"
-    warm = "warm-up not known" if plan.warmup_steps is None else f"warm-up {_count(plan.warmup_steps, 'step')}"
+    warm = "warm-up not known" if plan.warmup_steps is None else f"warm-up {count(plan.warmup_steps, 'step')}"
     steps = "not known: the rows are not counted" if batch.total_steps is None else f"{batch.total_steps:,}"
     if batch.steps_per_epoch:
         steps += f", {batch.steps_per_epoch:,} an epoch"
@@ -136,7 +141,7 @@ def _training(plan: RunPlan) -> list[str]:
         ("data", f"{config.dataset.name}: {_number(batch.train_rows)} rows, {held} held out"),
         *(("", name) for split in ("train", "eval") for name in config.dataset.sources(split)),
         ("loss", f"{config.loss.name}, task {config.task.name}"),
-        ("batch", f"{_count(batch.global_size, 'query', 'queries')} a step, over all ranks"),
+        ("batch", f"{count(batch.global_size, 'query', 'queries')} a step, over all ranks"),
         ("micro-batch", f"at most {batch.max_tokens:,} tokens; micro-batches a step: {_measured(batch.micro_steps)}"),
         ("steps", steps),
         ("optimizer", f"{optimizer}, {optim.schedule}, {warm}, gradients clipped to {optim.max_grad_norm:g}"),
@@ -164,32 +169,27 @@ def _loss_scale(plan: RunPlan) -> str:
 
 
 def _data(plan: RunPlan) -> list[str]:
-    """What is known of rows that have been prepared."""
+    """What is known of rows that have been prepared; nothing while they are not."""
+    if not plan.data:
+        return []
     lines = ["Data  as prepared before"]
     for split, summary in plan.data.items():
         lengths, bad = summary["lengths"] or {}, sum(summary["bad"].values())
-        parts = [_count(summary["rows"], "row"), _count(summary["images"], "distinct image")]
-        parts += [_count(summary["videos"], "distinct video")] if summary["videos"] else []
-        parts += [f"{_count(bad, 'bad row')} beside these"] if bad else []
+        parts = [count(summary["rows"], "row"), count(summary["images"], "distinct image")]
+        parts += [count(summary["videos"], "distinct video")] if summary["videos"] else []
+        parts += [f"{count(bad, 'bad row')} beside these"] if bad else []
         if "longest" in lengths:
             parts.append(f"{lengths['mean']:,.0f} tokens a row, at most {lengths['longest']['tokens']:,}")
         parts += [f"{lengths['too_long']:,} too long"] if lengths.get("too_long") else []
-        parts += [f"{_count(lengths['cut'], 'document')} cut"] if lengths.get("cut") else []
+        parts += [f"{count(lengths['cut'], 'document')} cut"] if lengths.get("cut") else []
         lines.append(f"  {split:<7}{', '.join(parts)}")
         lines += [f"    {line}" for line in (*modality_lines(summary), *histogram_lines(summary))]
     return lines
 
 
-def _memory(plan: RunPlan) -> list[str]:
-    each = "GPU" if plan.device == "cuda" else "rank"
-    rows = [(name, _gib(size)) for name, size in plan.memory.items() if size]
-    rows.append(("total", _gib(sum(plan.memory.values()))))
-    return [f"Memory of one {each}, GiB, estimated", *table(rows, right=(1,))]
-
-
 def _deepspeed(plan: RunPlan) -> list[str]:
     zero = plan.config.zero
-    source = zero.config or f"ds_configs/{zero.file}"
+    source = zero.config or f"ds_configs/{f'{plan.zero_name}.json' if zero.file == 'auto' else zero.file}"
     rows = [(key, _value(value)) for key, value in _flat(plan.deepspeed)]
     stage = plan.deepspeed["zero_optimization"]["stage"]
     note = "  (batch numbers are nominal: the training loop decides what a step holds)"
@@ -199,7 +199,15 @@ def _deepspeed(plan: RunPlan) -> list[str]:
 def _environment(plan: RunPlan) -> list[str]:
     names = sorted(plan.env, key=lambda name: (SOURCES.index(plan.env_sources[name]), name))
     values = masked(plan.env)
-    return ["Environment of every rank", *table([(plan.env_sources[n], f"{n}={_quoted(values[n])}") for n in names])]
+    lines = ["Environment of every rank"]
+    width = max((len(plan.env_sources[name]) for name in names), default=0)
+    for name in names:
+        shown = f"  {plan.env_sources[name]:<{width}}  {name}={_quoted(values[name])}"
+        reason = plan.env_reasons.get(name)
+        lines += beside(shown, f"({reason})", " " * (width + 6)) if reason else [shown]
+    if plan.device == "cuda" and len(plan.hosts) > 1:
+        lines.append("  and, once the hosts are asked: the interface of each, and what NCCL needs on their network")
+    return lines
 
 
 def _quoted(value: str) -> str:
@@ -248,17 +256,12 @@ def _with_values(argv: Sequence[str]) -> list[str]:
     return words
 
 
-def table(rows: Sequence[Sequence[str]], right: tuple[int, ...] = ()) -> list[str]:
-    """Columns two spaces apart, those of `right` aligned at their end."""
-    return [f"  {line}".rstrip() for line in columns(rows, right)]
-
-
 def _flat(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, item in value.items():
-        if isinstance(item, dict) and item:
-            yield from _flat(item, f"{prefix}{key}.")
+    for key, entry in value.items():
+        if isinstance(entry, dict) and entry:
+            yield from _flat(entry, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", item
+            yield f"{prefix}{key}", entry
 
 
 def _value(value: Any) -> str:
@@ -278,25 +281,9 @@ def _spans(numbers: Sequence[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
 
 
-def _wrap(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-
-
-def _item(text: str) -> list[str]:
-    return _wrap(f"  - {text}", "    ")
-
-
-def _count(number: int, unit: str, plural: str | None = None) -> str:
-    return f"{number:,} {unit if number == 1 else plural or unit + 's'}"
-
-
 def _number(value: int | None) -> str:
     return "an unknown number of" if value is None else f"{value:,}"
 
 
 def _measured(micro_steps: int | None) -> str:
     return "not measured: run check data" if micro_steps is None else f"about {micro_steps}"
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.3f}" if size < GIB / 100 else f"{size / GIB:.2f}"

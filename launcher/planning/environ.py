@@ -27,6 +27,9 @@ OWNED = {
     "CROSS_RANK": "remove the variable",
     "CROSS_SIZE": "nodes=2",
 }
+# torch reads either, and with both set its versions do not agree on which: ours is left out when one is there.
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+EXPANDABLE = "expandable_segments:True"
 _OURS = "LAUNCHER_"  # what the launcher tells its own processes
 _ACCELERATORS = ("cpu", "cuda")
 
@@ -71,14 +74,29 @@ def declare(config: RunConfig, facts: Facts) -> Declared:
     return Declared(env=env, sources=sources, warnings=tuple(_warnings(config, facts.environ, forwarded)))
 
 
-def rank_environment(declared: Declared, facts: Facts, placement: Placement) -> tuple[dict[str, str], dict[str, str]]:
-    """Variables of every rank, and the source of each: what was declared, over the launcher's own."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankEnvironment:
+    """Variables of every rank, by name."""
+
+    env: dict[str, str]
+    sources: dict[str, str]  # launcher | nccl | forwarded | env.file | env.set
+    reasons: dict[str, str]  # of those that are the launcher's own or nccl's
+
+
+def rank_environment(
+    declared: Declared, facts: Facts, placement: Placement, nccl: Mapping[str, tuple[str, str]] | None = None
+) -> RankEnvironment:
+    """What was declared, over what NCCL needs, over the launcher's own; `nccl`: variable -> (its value, why)."""
     if placement.device == "cpu" and declared.env.get("DS_ACCELERATOR") == "cuda":
         tries = ("env.set.DS_ACCELERATOR=cpu", "cluster.hostfile=FILE with GPU machines")
         raise ConfigError(Problem(f"DS_ACCELERATOR=cuda, and the run uses the CPU: {placement.source}", "", tries))
-    own = _own(facts, placement)
-    env, sources = {**own, **declared.env}, {**dict.fromkeys(own, "launcher"), **declared.sources}
-    return dict(sorted(env.items())), dict(sorted(sources.items()))
+    own = {**_own(facts, placement, declared.env), **(nccl or {})}
+    env = {**{name: value for name, (value, _) in own.items()}, **declared.env}
+    sources = {**dict.fromkeys(own, "launcher"), **dict.fromkeys(nccl or {}, "nccl"), **declared.sources}
+    reasons = {name: reason for name, (_, reason) in own.items() if name not in declared.env}
+    return RankEnvironment(
+        env=dict(sorted(env.items())), sources=dict(sorted(sources.items())), reasons=dict(sorted(reasons.items()))
+    )
 
 
 def parse_env(file: TextFile) -> dict[str, str]:
@@ -168,16 +186,22 @@ def _warnings(config: RunConfig, environ: Mapping[str, str], forwarded: Mapping[
         yield f"this shell's {', '.join(left)} {'is' if len(left) == 1 else 'are'} not used: each rank gets its own"
 
 
-def _own(facts: Facts, placement: Placement) -> dict[str, str]:
-    env = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+def _own(facts: Facts, placement: Placement, declared: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Variable -> (its value, why)."""
+    env = {
+        "PYTHONUNBUFFERED": ("1", "what a rank prints is in its log at once"),
+        "TOKENIZERS_PARALLELISM": ("false", "a tokenizer's threads would take the ranks' cores"),
+    }
     if placement.device == "cpu":
-        env["DS_ACCELERATOR"] = "cpu"
+        env["DS_ACCELERATOR"] = ("cpu", "the run uses the CPU")
     else:
-        # Slot numbers are those of nvidia-smi, which counts by bus; CUDA alone counts the fastest GPU as 0.
-        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    if placement.transport == "local":
-        # Ranks that each start a thread a core slow one another down; of other hosts the cores are not known yet.
-        env["OMP_NUM_THREADS"] = str(max(1, facts.cpu_count // placement.world_size))
+        env["CUDA_DEVICE_ORDER"] = ("PCI_BUS_ID", "slots are numbered as nvidia-smi does; CUDA counts the fastest as 0")
+        if not any(name in declared for name in ALLOCATOR):
+            reason = "freed memory of one size serves the next one: micro-batches of many lengths leave few gaps"
+            env[ALLOCATOR[0]] = (EXPANDABLE, reason)
+    if placement.transport == "local":  # of other hosts the cores are not known yet
+        threads = max(1, facts.cpu_count // placement.world_size)
+        env["OMP_NUM_THREADS"] = (str(threads), "ranks that each start a thread a core slow one another down")
     return env
 
 

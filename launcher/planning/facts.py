@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.errors import Problem
+from launcher.planning.fabric import Fabric
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +52,7 @@ class Facts:
     hostfile: TextFile | None = None  # cluster.hostfile, else hostfiles/default of the working folder
     gpus: tuple[LocalGpu, ...] = ()  # those that CUDA_VISIBLE_DEVICES allows
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES when it is set
+    fabric: Fabric | None = None  # of this machine; None where other hosts run the ranks, or there is no GPU
     cpu_count: int = 1
     ram_bytes: int | None = None
     disk_free_bytes: int | None = None  # where the run folder will be
@@ -61,9 +63,11 @@ class Facts:
     eval_rows: int | None = None
     data_elsewhere: tuple[str, ...] = ()  # names of a hub's data sets that are not on this machine
     prepared: Mapping[str, Any] = field(default_factory=dict)  # launcher.prepared.read_summary: split -> what it holds
+    measured: tuple[Mapping[str, Any], ...] = ()  # launcher.measured.read_speeds: what `check speed` found
     arch: dict[str, Any] | None = None  # config.json of model.path
     weights_on_disk: bool = False  # safetensors in model.path, or the repo in the Hugging Face cache
-    zero_file: TextFile | None = None  # ds_configs/NAME.json
+    zero_file: TextFile | None = None  # ds_configs/NAME.json of zero=NAME; None where zero=auto is to choose
+    zero_files: Mapping[str, TextFile] = field(default_factory=dict)  # all of ds_configs/, by file name
     zero_config: TextFile | None = None  # the user's own DeepSpeed JSON
     env_file: TextFile | None = None
     resume: Resume | None = None

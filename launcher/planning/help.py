@@ -20,9 +20,9 @@ Fine-tune a Qwen-VL model with DeepSpeed, from one command.
   python -m launcher [run] GROUP=OPTION GROUP.KEY=VALUE ...   plan, check, start and watch a run
   python -m launcher plan ...          what that run would be, without starting anything; --json for programs
   python -m launcher -m KEY=A,B ...    a sweep: one run for each combination of values; plan -m shows them
-  python -m launcher check data|hosts  read every row (--show 3: as the model sees it); compare all hosts
+  python -m launcher check data|hosts|speed  read every row (--show 3 of them); compare hosts; time these GPUs
   python -m launcher fetch ...         put weights and data onto the hosts' disks; a run does so itself
-  python -m launcher config [GROUP]    groups, options and keys, with defaults and what they mean
+  python -m launcher config [GROUP]    groups, options and keys, what they mean; --config-dir FOLDER adds your own
   python -m launcher status [RUN]      how a run is doing; without RUN, all runs here; RUN may be `latest`
   python -m launcher logs RUN          what its ranks printed; -f follows, --errors, --host H, --rank N
   python -m launcher stop RUN          finish the step, save, end
@@ -38,17 +38,16 @@ Examples
   python -m launcher plan model=qwen3_vl_reranker_8b zero=stage3 nodes=2
   python -m launcher model=qwen3_vl_reranker_8b dataset=jsonl dataset.train=train.jsonl dataset.eval=eval.jsonl
 
-Groups
+Groups (* when none is named)
 {groups}
 
 Often typed
   nodes=2  gpus=4  gpus=[0,1]        which machines and GPUs; cluster.hostfile=FILE names the hosts
   cluster.transport=slurm            how they are reached: ssh, slurm, env (one command on every node), manual, pdsh
   train.epochs=3  train.max_steps=500  batch.global_size=32   (queries an optimizer step, over all GPUs)
-  run.dir=FOLDER  run.name=NAME      where the run lives; an existing folder is never overwritten
+  run.dir=FOLDER  --detach           where the run lives (nothing is overwritten); it goes on without this terminal
   resume=RUN  restart.max=2          goes on from a run folder or a checkpoint; after failures, so many times
   'logging.trackers=[wandb]'         metrics to wandb, mlflow or swanlab too; profile=torch looks at a few steps
-  --detach  --config-dir FOLDER      goes on without this terminal; options of your own, laid out like conf/
 
 Values: null is nothing, [a,b] a list; text with a comma is typed 'key="a, b"'. In zsh, quote words with [ ].
 Exit codes: 0 done, 1 internal error, 2 change the configuration or data, 3 fix a machine, 4 training failed,
@@ -66,7 +65,7 @@ def help_text(folders: Sequence[Path]) -> str:
         usual = keys.default_options().get(group)
         shown = " ".join(f"{name}*" if name == usual else name for name in names)
         lines += _wrapped(f"  {group:<11}", shown)
-    return HELP.format(groups="\n".join([*lines, "  (* when none is named)"]))
+    return HELP.format(groups="\n".join(lines))
 
 
 def config_text(folders: Sequence[Path], group: str | None) -> str:

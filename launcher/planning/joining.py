@@ -18,6 +18,8 @@ from launcher.spec import RunPlan
 # Variables that node rank 0 may set for the ranks of another node: what its checks found out, nothing that names code.
 GIVEN = re.compile(
     r"(NCCL|GLOO|TP|UCX|FI)_[A-Z0-9_]*(IFNAME|FAMILY|HCA|GID_INDEX|HOSTID|DEVICES)|(OMP|MKL)_NUM_THREADS"
+    r"|NCCL_(IB_DISABLE|IB_PCI_RELAXED_ORDERING|P2P_DISABLE|P2P_LEVEL|SOCKET_NTHREADS|NSOCKS_PERTHREAD|TOPO_FILE)"
+    r"|NCCL_(SOCKET_NTHREADS|NSOCKS_PERTHREAD|IB_DISABLE|IB_PCI_RELAXED_ORDERING|P2P_DISABLE|P2P_LEVEL|TOPO_FILE)"
 )
 _ADDRESS = re.compile(r"[A-Za-z0-9_.:%-]{1,255}")
 _WORD = re.compile(r"[A-Za-z0-9_.:+-]{1,100}")

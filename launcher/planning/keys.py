@@ -33,6 +33,7 @@ PATHS = (
     "dataset.eval",
     "dataset.image_root",
     "zero.config",
+    "zero.nvme_path",
     "cluster.hostfile",
     "cluster.python",
     "cluster.activate",  # with arguments behind the path

@@ -5,6 +5,7 @@ The sizes themselves are read in `shapes`. Counts are exact; a test compares the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 from launcher.errors import Problem
@@ -25,6 +26,11 @@ RERANK = TaskConfig(name="rerank")
 
 def parameter_counts(shape: Shape) -> dict[str, int]:
     """Parameters by part. A tied head has none of its own; what a model lacks has 0."""
+    return dict(_parameter_counts(shape))
+
+
+@functools.lru_cache(maxsize=64)  # hundreds of settings of one model are weighed for a plan
+def _parameter_counts(shape: Shape) -> dict[str, int]:
     vocabulary = shape.vocab * shape.hidden
     counts = {
         "language": sum(_decoder_layer(shape, n) for n in range(shape.layers)) + shape.hidden,
@@ -64,6 +70,7 @@ def _biases(linears: Linears) -> int:
     return sum(out for _, out in linears.values())
 
 
+@functools.lru_cache(maxsize=64)
 def linear_modules(shape: Shape) -> Linears:
     """Every linear module by its live name, with its input and output width."""
     v, language = shape.vision, shape.family.language
@@ -78,6 +85,7 @@ def linear_modules(shape: Shape) -> Linears:
     return {**names, "lm_head": (shape.hidden, shape.vocab)}
 
 
+@functools.lru_cache(maxsize=256)
 def lora_modules(shape: Shape, tune: TuneConfig) -> list[str]:
     """Names of the modules that get adapters."""
     return matched_modules(lora_pattern(shape.family, tune), linear_modules(shape))
@@ -149,19 +157,25 @@ def head_problems(shape: Shape, tune: TuneConfig, task: TaskConfig) -> list[Prob
 
 def trainable_counts(shape: Shape, tune: TuneConfig, task: TaskConfig = RERANK) -> dict[str, int]:
     """Trainable parameters by part: whole parts, adapters of rank r, or those of the task's head."""
+    return dict(_trainable_counts(shape, tune, task.name, len(task.classes)))
+
+
+@functools.lru_cache(maxsize=256)
+def _trainable_counts(shape: Shape, tune: TuneConfig, task: str, classes: int) -> dict[str, int]:
     counts = parameter_counts(shape)
     trainable = {part: counts[part] if trains_fully(part, tune) else 0 for part in PARTS}
     modules = linear_modules(shape)
     for name in lora_modules(shape, tune):
         wide = modules[name][1] if tune.use_dora else 0  # DoRA: a length for each output
         trainable[shape.family.part_of(name)] += tune.r * sum(modules[name]) + wide
-    if task.name == "classify":
-        trainable["head"] += len(task.classes) * shape.hidden  # 0 until the rows have told the classes
+    if task == "classify":
+        trainable["head"] += classes * shape.hidden  # 0 until the rows have told the classes
     elif tune.head == "full":
-        trainable["head"] += 2 * shape.hidden if task.name == "rerank" else counts["head"]
+        trainable["head"] += 2 * shape.hidden if task == "rerank" else counts["head"]
     return trainable
 
 
+@functools.lru_cache(maxsize=256)
 def largest_adapter(shape: Shape, tune: TuneConfig) -> int:
     """Elements of the largest adapter matrix, 0 without LoRA."""
     modules = linear_modules(shape)

@@ -6,7 +6,6 @@ Pure: the same configuration and facts give the same plan. All problems are repo
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,33 +14,38 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from launcher import __version__
-from launcher.arithmetic import steps_per_epoch, total_steps, warmup_steps
+from launcher.arithmetic import steps_per_epoch, warmup_steps
 from launcher.errors import ConfigError, Problem
 from launcher.families import PARTS
 from launcher.fingerprint import fingerprint, misfits
+from launcher.planning.auto import Decision, choose, own_beside_auto
 from launcher.planning.batch_script import slurm_problems
+from launcher.planning.batches import plan_batch, train_rows
+from launcher.planning.candidates import AUTO, Ask
 from launcher.planning.choices import choose_attention, choose_precision, learning_rate
 from launcher.planning.command import with_port
 from launcher.planning.consistency import contradictions, oddities, profile_problems, withheld
-from launcher.planning.environ import declare, rank_environment
-from launcher.planning.facts import Facts, TextFile
-from launcher.planning.memory import MemoryPlan, disk_bytes, plan_memory
+from launcher.planning.environ import RankEnvironment, declare, rank_environment
+from launcher.planning.facts import Facts
+from launcher.planning.fitting import host_problems, shortfall
+from launcher.planning.memory import disk_bytes
 from launcher.planning.models import (
     check_targets,
     data_problems,
     head_problems,
-    largest_adapter,
     parameter_counts,
     remarks,
     trainable_counts,
 )
+from launcher.planning.nccl_plan import at_plan
 from launcher.planning.placement import Placement, meeting_address, place
-from launcher.planning.setting import Setting
+from launcher.planning.pool import DEFAULT_GPUS
+from launcher.planning.rates import measured_on
+from launcher.planning.room import room_of
+from launcher.planning.scaling import side_by_side
 from launcher.planning.shapes import Shape, read_shape
 from launcher.planning.speed import cost_model
-from launcher.planning.zero import Trained, finish_zero
-from launcher.planning.zero_lint import Settings
-from launcher.spec import BatchPlan, RunConfig, RunPlan
+from launcher.spec import RunConfig, RunPlan
 
 __all__ = ["Facts", "make_plan"]
 
@@ -77,16 +81,18 @@ class _Decided:
     shape: Shape
     placement: Placement
     precision: tuple[str, str]  # and why
-    env: tuple[dict[str, str], dict[str, str]]  # and the source of each variable
-    lr: float
-    deepspeed: dict[str, Any]
+    env: RankEnvironment
     notices: list[str]
-    memory: MemoryPlan
+    ask: Ask
+    decision: Decision
+    tight: list[str]  # warnings about memory
 
 
 def make_plan(config: RunConfig, facts: Facts, *, now: datetime) -> RunPlan:
     """The plan of one run; `now` is UTC. Raises ConfigError with every problem that can be seen at once."""
     problems = _Problems(*facts.problems, *contradictions(config, facts))
+    if config.zero.name == AUTO and config.zero.config is not None:
+        problems.found.append(own_beside_auto(config))
     decided = _decide(config, facts, problems)
     if decided is None or problems.found:
         raise problems.error()
@@ -116,63 +122,75 @@ def _decide(config: RunConfig, facts: Facts, problems: _Problems) -> _Decided | 
     if placement is not None:
         problems.found.extend(slurm_problems(config, placement.hosts[0].slots))
     precision = problems.attempt(choose_precision, config, placement, shape.family) if placement and shape else None
-    env = problems.attempt(rank_environment, declared, facts, placement) if placement and declared else None
+    nccl = problems.attempt(at_plan, config, declared, placement, facts.fabric) if placement and declared else None
+    variables = nccl.variables() if nccl else {}
+    env = problems.attempt(rank_environment, declared, facts, placement, variables) if placement and declared else None
     if arch is None or shape is None or placement is None or precision is None or declared is None or env is None:
         return None
-    lr = learning_rate(config)
-    settings = Settings(
-        world_size=placement.world_size,
-        precision=precision[0],
-        lr=lr,
-        config=config,
-        slots=tuple(host.slots for host in placement.hosts),
-    )
-    zero = _zero_and_memory(facts, settings, shape, placement, problems)
-    if zero is None:
+    ask = _ask(facts, placement, shape, config, precision[0])
+    if ask is None:
         return None
+    decision = problems.attempt(choose, ask)
+    if decision is None:
+        return None
+    too_small, tight = shortfall(ask, decision.chosen)
+    ram = facts.ram_bytes if placement.transport == "local" and not placement.assumed else None
+    if ram is not None and placement.device == "cuda":
+        here, needed = {placement.hosts[0].name: ram}, decision.chosen.memory.host
+        too_small += host_problems(here, placement.hosts, needed, zero=config.zero.name).values()
+    problems.found.extend(too_small)
     return _Decided(
         arch=arch,
         shape=shape,
         placement=placement,
         precision=precision,
         env=env,
-        lr=lr,
-        deepspeed=zero[0],
-        notices=[*declared.warnings, *zero[1]],
-        memory=zero[2],
+        notices=[*declared.warnings, *(nccl.warnings if nccl else ()), *decision.notices],
+        ask=ask,
+        decision=decision,
+        tight=tight,
     )
 
 
-def _zero_and_memory(
-    facts: Facts, settings: Settings, shape: Shape, placement: Placement, problems: _Problems
-) -> tuple[dict[str, Any], list[str], MemoryPlan] | None:
-    """The finished DeepSpeed configuration, notices about it, and what it needs."""
-    if facts.zero_file is None:  # a problem already
+def _ask(facts: Facts, placement: Placement, shape: Shape, config: RunConfig, precision: str) -> Ask | None:
+    """The question that `auto` settings answer; None without the file of `zero=`, which is a problem already."""
+    files = dict(facts.zero_files)
+    if facts.zero_file is not None:
+        files[config.zero.file] = facts.zero_file
+    if config.zero.name != AUTO and config.zero.file not in files:
         return None
-    zero = problems.attempt(_deepspeed, facts.zero_file, facts.zero_config, settings, shape)
-    if zero is None:
-        return None
-    setting = Setting(
-        config=settings.config,
+    most = max(host.slots for host in placement.hosts)
+    seen = DEFAULT_GPUS if placement.assumed else len(facts.gpus) if placement.transport == "local" else 0
+    rows = train_rows(config, facts)
+    return Ask(
+        config=config,
         shape=shape,
-        deepspeed=zero[0],
-        precision=settings.precision,
+        files=files,
+        own=facts.zero_config,
+        precision=precision,
+        lr=learning_rate(config),
         device=placement.device,
         gpu_kind=placement.gpu_kind,
-        world=placement.world_size,
-        slots=max(host.slots for host in placement.hosts),
-        checkpointed_layers=0,
-        attention=choose_attention(settings.config, placement)[0],
+        attention=choose_attention(config, placement)[0],
+        slots=tuple(host.slots for host in placement.hosts),
+        per_host=max(most, seen),
+        room=room_of(
+            placement.memory_bytes,
+            headroom=config.memory.headroom,
+            device=placement.device,
+            kind=placement.gpu_kind,
+        ),
+        data=facts.prepared,
+        measured=measured_on(placement.gpu_kind, facts.measured),
+        steps_per_epoch=None if rows is None else steps_per_epoch(rows, config.batch.global_size),
     )
-    memory = problems.attempt(plan_memory, setting, memory_bytes=placement.memory_bytes)
-    return None if memory is None else (*zero, memory)
 
 
 def _assemble(config: RunConfig, facts: Facts, now: datetime, decided: _Decided) -> RunPlan:
     """Put the decisions together, and what follows from them."""
-    placement, shape, memory = decided.placement, decided.shape, decided.memory
+    placement, shape, chosen = decided.placement, decided.shape, decided.decision.chosen
     run_dir = run_folder(config, facts, now)
-    batch = plan_batch(config, facts, memory.max_tokens, placement.world_size)
+    batch = plan_batch(config, facts, chosen.max_tokens, placement.world_size)
     warmup = config.optim.warmup_steps if batch.total_steps is None else warmup_steps(config.optim, batch.total_steps)
     attention = choose_attention(config, placement)
     plan = RunPlan(
@@ -194,61 +212,42 @@ def _assemble(config: RunConfig, facts: Facts, now: datetime, decided: _Decided)
         precision_reason=decided.precision[1],
         attention=attention[0],
         attention_reason=attention[1],
-        checkpointed_layers=memory.checkpointed_layers,
-        lr=decided.lr,
+        checkpointed_layers=chosen.layers,
+        lr=decided.ask.lr,
         warmup_steps=warmup,
         arch=decided.arch,
         parameters=parameter_counts(shape),
         trainable=trainable_counts(shape, config.tune, config.task),
         batch=batch,
         cost=cost_model(shape),
-        deepspeed=decided.deepspeed,
-        memory=memory.parts,
-        env=decided.env[0],
-        env_sources=decided.env[1],
+        deepspeed=chosen.setting.deepspeed,
+        memory=chosen.memory.gpu,
+        memory_moment=chosen.memory.moment,
+        host_memory=chosen.memory.host,
+        disk=chosen.memory.disk,
+        time=chosen.time,
+        choices=decided.decision.choices,
+        scaling=side_by_side(decided.ask, chosen) if placement.device == "cuda" else (),
+        memory_capacity=placement.memory_bytes,
+        env=decided.env.env,
+        env_sources=decided.env.sources,
+        env_reasons=decided.env.reasons,
         host_env={},  # these two differ by host: preflight asks the hosts
         cores={},
         commands={},
         data=dict(facts.prepared),
         warnings=(
             *placement.warnings,
-            *withheld(placement.transport, decided.env[0]),
+            *withheld(placement.transport, decided.env.env),
             *decided.notices,
             *(facts.resume.state.get("notes", ()) if facts.resume else ()),
             *oddities(config, facts, placement.world_size),
             *remarks(shape, config),
             *_weights_warning(config, facts, shape),
-            *memory.warnings,
+            *decided.tight,
         ),
     )
     return with_port(plan, config.cluster.master_port)
-
-
-def plan_batch(config: RunConfig, facts: Facts, max_tokens: int, world_size: int) -> BatchPlan:
-    """Rows, steps an epoch and steps of the whole run; None where rows could not be counted."""
-    rows, limit, size = facts.train_rows, config.dataset.max_rows, config.batch.global_size
-    if rows is not None and limit is not None:
-        rows = min(rows, limit)
-    rows = _prepared_rows(facts, "train", rows)
-    lengths = facts.prepared.get("train", {}).get("lengths") or {}
-    tokens = lengths.get("mean")
-    per_epoch = None if rows is None else steps_per_epoch(rows, size)
-    total = config.train.max_steps if per_epoch is None else total_steps(config.train, per_epoch)
-    return BatchPlan(
-        global_size=size,
-        max_tokens=max_tokens,
-        train_rows=rows,
-        eval_rows=_prepared_rows(facts, "eval", facts.eval_rows),
-        steps_per_epoch=per_epoch,
-        total_steps=total,
-        micro_steps=None if tokens is None else math.ceil(tokens * size / (world_size * max_tokens)),
-    )
-
-
-def _prepared_rows(facts: Facts, split: str, counted: int | None) -> int | None:
-    """The usable rows of a split that has been prepared, else as many as its files hold."""
-    found = facts.prepared.get(split)
-    return counted if found is None else found["rows"] - (found["lengths"] or {}).get("too_long", 0)
 
 
 def run_folder(config: RunConfig, facts: Facts, now: datetime) -> str:
@@ -266,16 +265,6 @@ def run_folder(config: RunConfig, facts: Facts, now: datetime) -> str:
     while (name if number == 1 else f"{name}-{number}") in facts.taken:
         number += 1
     return str(Path(facts.run_root) / (name if number == 1 else f"{name}-{number}"))
-
-
-def _deepspeed(
-    file: TextFile, own: TextFile | None, settings: Settings, shape: Shape
-) -> tuple[dict[str, Any], list[str]]:
-    tune, task = settings.config.tune, settings.config.task
-    trained = Trained(
-        parameters=sum(trainable_counts(shape, tune, task).values()), largest_adapter=largest_adapter(shape, tune)
-    )
-    return finish_zero(file, own, settings, trained)
 
 
 def _finished_problems(plan: RunPlan, facts: Facts) -> list[Problem]:

@@ -28,3 +28,8 @@ class Setting:
     def stage(self) -> int:
         """ZeRO stage."""
         return int(self.deepspeed["zero_optimization"]["stage"])
+
+    @property
+    def recomputed(self) -> float:
+        """Share of the decoder's layers that are computed again in the backward pass."""
+        return self.checkpointed_layers / self.shape.layers

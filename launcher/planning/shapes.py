@@ -5,6 +5,7 @@ Whatever is missing there, odd, or not trained right here is a problem.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +24,19 @@ class VisionShape:
     depth: int
     hidden: int
     intermediate: int
+    heads: int
     out_hidden: int
     patch_values: int  # numbers of one patch: channels x frames x side x side
     merge: int  # patches of one visual token: merge x merge
     positions: int  # learned position embeddings
-    deepstack: int  # feature maps handed to early decoder layers
+    maps: tuple[int, ...]  # blocks whose feature maps are handed to early decoder layers
     windowed: int  # blocks whose patches attend inside a window only
     window_patches: int  # patches of such a window
+
+    @property
+    def deepstack(self) -> int:
+        """Feature maps handed to early decoder layers."""
+        return len(self.maps)
 
     @property
     def merged(self) -> int:
@@ -69,6 +76,7 @@ class Delta:
     keys: int  # width of all key heads together
     values: int  # width of all value heads together
     heads: int  # value heads
+    keys_dim: int  # of a key head
     head_dim: int  # of a value head
     kernel: int  # taps of its convolution
 
@@ -84,6 +92,7 @@ class Shape:
     heads: int
     kv_heads: int
     head_dim: int
+    turning: int  # of a head's numbers, those that rotary positions turn
     vocab: int
     tied: bool
     attention_bias: bool
@@ -148,15 +157,21 @@ class Shape:
     @property
     def layer_weights(self) -> int:
         """Weights of the largest decoder layer, all of its experts included."""
-        return max(weights(self.decoder(n)) for n in range(self.layers)) + self.expert_weights
+        return max(_layer_weights(self)) + self.expert_weights
 
     @property
     def token_weights(self) -> int:
         """Weights of all decoder layers that multiply one token: of the experts only those that are active."""
-        linears = sum(weights(self.decoder(n)) for n in range(self.layers))
+        linears = sum(_layer_weights(self))
         e = self.experts
         sparse = 0 if e is None else (e.active * 3 * e.intermediate + e.count) * self.hidden
         return linears + self.layers * sparse
+
+
+@functools.lru_cache(maxsize=64)  # hundreds of settings of one model are weighed for a plan
+def _layer_weights(shape: Shape) -> tuple[int, ...]:
+    """Weights of the linear modules of each decoder layer."""
+    return tuple(weights(shape.decoder(n)) for n in range(shape.layers))
 
 
 def weights(linears: Linears) -> int:
@@ -180,6 +195,8 @@ def read_shape(model: ModelConfig, arch: dict[str, Any]) -> Shape:
     if vision is not None and vision.out_hidden != hidden:
         said = f"vision_config.out_hidden_size is {vision.out_hidden}, but must be {hidden}"
         text.problems.append(Problem(f"{said}, the language model's hidden_size", where))
+    head_dim = text("head_dim", max(1, hidden // heads))
+    rope = text.section.get("rope_parameters") or {}
     shape = Shape(
         family=family,
         hidden=hidden,
@@ -187,7 +204,8 @@ def read_shape(model: ModelConfig, arch: dict[str, Any]) -> Shape:
         layers=layers,
         heads=heads,
         kv_heads=text("num_key_value_heads", heads),
-        head_dim=text("head_dim", max(1, hidden // heads)),
+        head_dim=head_dim,
+        turning=int(head_dim * (rope.get("partial_rotary_factor") or 1)),
         vocab=text("vocab_size"),
         # Qwen3-VL obeys the top-level key only; the one in its text_config is ignored by transformers.
         tied=bool(arch.get("tie_word_embeddings") or (family.ties_by_text and text.section.get("tie_word_embeddings"))),
@@ -254,6 +272,7 @@ def _delta(text: _Numbers) -> Delta:
         keys=text("linear_num_key_heads") * text("linear_key_head_dim"),
         values=heads * head_dim,
         heads=heads,
+        keys_dim=text("linear_key_head_dim"),
         head_dim=head_dim,
         kernel=text("linear_conv_kernel_dim"),
     )
@@ -272,11 +291,12 @@ def _vision(number: _Numbers, family: Family, layers: int) -> VisionShape:
         depth=depth,
         hidden=number("hidden_size"),
         intermediate=number("intermediate_size"),
+        heads=number("num_heads"),
         out_hidden=number("out_hidden_size"),
         patch_values=number("in_channels", 3) * number("temporal_patch_size", 2) * patch**2,
         merge=number("spatial_merge_size"),
         positions=0 if windows else number("num_position_embeddings"),
-        deepstack=len(deepstack),
+        maps=tuple(deepstack),
         windowed=depth - len(whole),
         window_patches=(number("window_size") // patch) ** 2 if windows else 0,
     )

@@ -14,8 +14,8 @@ from launcher.errors import ConfigError, LauncherError, Problem
 from launcher.plain import to_data
 from launcher.planning import grammar, keys, secrets
 from launcher.planning.config import Composed, read_config
-from launcher.planning.describe import table
 from launcher.planning.gpus import GIB
+from launcher.planning.lines import table
 from launcher.planning.overrides import SLOT_LISTS, SWEEP_FLAGS, take_config_dirs
 from launcher.spec import RunOptions, RunPlan, SweepOptions
 

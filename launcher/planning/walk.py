@@ -256,6 +256,11 @@ def _without_top_k(data: dict[str, Any]) -> tuple[str, str] | None:
     return _without_segments(data) or other
 
 
+def _with_auto_zero(data: dict[str, Any]) -> tuple[str, str] | None:
+    """For the file of ds_configs/, which zero=auto chooses."""
+    return ("zero=auto", "zero=stage2") if data["zero"]["name"] == "auto" else None
+
+
 def _unless_profiled(*tools: str) -> Callable[[dict[str, Any]], tuple[str, str] | None]:
     """For a key that only these tools of group profile read."""
     why = {"deepspeed": "deepspeed, one step of rank 0", "comms": "comms, which records every rank"}
@@ -323,7 +328,13 @@ _INEFFECTIVE: dict[str, Callable[[dict[str, Any]], tuple[str, str] | None]] = {
     "tune.head": _unless_named("task", "rerank", "sft"),
     "model.adapter": _without_lora,
     **{f"optim.lr_{part}": _of_frozen(part) for part in ("language", "vision", "projector", "head")},
+    "zero.file": _with_auto_zero,
     "precision.force": _unless_named("precision", "fp16"),
+    "nccl.hca": _unless_named("nccl", "auto", "ib", "roce", "nvlink", "pcie", "debug"),
+    "nccl.gid_index": _unless_named("nccl", "auto", "roce", "nvlink", "pcie", "debug"),
+    "nccl.traffic_class": _unless_named("nccl", "auto", "roce", "nvlink", "pcie", "debug"),
+    "nccl.service_level": _unless_named("nccl", "auto", "ib", "nvlink", "pcie", "debug"),
+    "nccl.cross_nic": _unless_named("nccl", "auto", "ib", "roce", "nvlink", "pcie", "debug"),
     "cluster.slurm_args": _only_over("slurm"),
     "cluster.pdsh_args": _only_over("pdsh"),
     "cluster.connect_s": _not_over("local", "env"),

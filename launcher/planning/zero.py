@@ -6,13 +6,16 @@ accumulation boundary itself and divides by the true count, so that the loss is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from launcher.errors import ConfigError, Problem
-from launcher.planning.consistency import uses_lora
+from launcher.planning import incompatible
 from launcher.planning.facts import TextFile
-from launcher.planning.zero_lint import Linter, Settings, parse_json
+from launcher.planning.hjson_file import read_hjson
+from launcher.planning.zero_keys import BELOW_3_ONLY, STAGE_3_ONLY
+from launcher.planning.zero_lint import Linter, Settings
 
 NEVER = 10**9  # steps_per_print: the launcher's own log has these numbers
 # Dynamic loss scale. From 2^12 down, not DeepSpeed's 2^16: the ten skipped steps in a row that end a run
@@ -34,23 +37,61 @@ def finish_zero(
     group: TextFile, user: TextFile | None, settings: Settings, trained: Trained
 ) -> tuple[dict[str, Any], list[str]]:
     """The finished configuration and notices about what was dropped; problems are one ConfigError."""
-    base = parse_json(group)
-    notices: list[str] = []
-    own: dict[str, Any] = {}
-    if user is not None:
-        linter = Linter(user, settings)
-        own, notices = linter.clean(), linter.notices
-    zero = _merge_zero(base["zero_optimization"], own.get("zero_optimization", {}))
-    stage: int = zero["stage"]
-    _check_stage(stage, settings, user)
+    base = read_hjson(group).value
+    if not isinstance(base.get("zero_optimization"), dict) or "stage" not in base["zero_optimization"]:
+        text = "a file of ds_configs/ needs a zero_optimization section with a stage"
+        raise ConfigError(Problem(text, group.path, ('"zero_optimization": {"stage": 2}',)))
+    linter = None if user is None else Linter(user, settings)
+    own = {} if linter is None else linter.clean()
+    notices = [] if linter is None else linter.notices
     given = own.get("zero_optimization", {})
+
+    def where(key: str) -> str:
+        return linter.file.where(key) if linter is not None and _sets(own, key) else group.path
+
+    zero = _with_path(_merge_zero(base["zero_optimization"], given), settings, where)
+    merged = {**base, **own, "zero_optimization": zero}
+    for name in ("bf16", "fp16", "data_types"):
+        merged[name] = {**base.get(name, {}), **own.get(name, {})}
+    found = incompatible.judge(_combination(merged, settings), where)
+    problems = [*([] if linter is None else linter.problems), *found.problems]
+    if problems:
+        raise ConfigError(*dict.fromkeys(problems))
+    stage: int = zero["stage"]
+    notices = [*notices, *_drop_unused(zero, given, user), *found.warnings]
     zero = {**zero, **{key: size for key, size in _buckets(zero, trained).items() if key not in given}}
     if stage == 3 and "stage3_param_persistence_threshold" not in given:
         # Adapters that stay whole are not gathered layer by layer: half the all-gathers.
         threshold = max(zero["stage3_param_persistence_threshold"], trained.largest_adapter)
         zero["stage3_param_persistence_threshold"] = threshold
     if HPZ in zero:
-        zero[HPZ] = _copy_size(zero[HPZ], stage, settings, user.path if user and HPZ in given else group.path)
+        zero[HPZ] = _copy_size(zero[HPZ], stage, settings, where(f"zero_optimization.{HPZ}"))
+    return _whole(merged, zero, settings), notices
+
+
+def _sets(own: dict[str, Any], key: str) -> bool:
+    value: Any = own
+    for name in key.split("."):
+        if not isinstance(value, dict) or name not in value:
+            return False
+        value = value[name]
+    return True
+
+
+def _combination(merged: dict[str, Any], settings: Settings) -> incompatible.Combination:
+    return incompatible.combination(
+        merged,
+        settings.config,
+        precision=settings.precision,
+        device=settings.device,
+        hosts=max(1, len(settings.slots)),
+        lr=settings.lr,
+    )
+
+
+def _whole(merged: dict[str, Any], zero: dict[str, Any], settings: Settings) -> dict[str, Any]:
+    """Every key that DeepSpeed gets: the launcher's own first, then what files set."""
+    stage: int = zero["stage"]
     config: dict[str, Any] = {
         "train_batch_size": settings.world_size,
         "train_micro_batch_size_per_gpu": 1,
@@ -64,13 +105,46 @@ def finish_zero(
     if "offload_optimizer" in zero:
         config["zero_force_ds_cpu_optimizer"] = False
     if settings.precision == "bf16":
-        config["bf16"] = {"enabled": True, **own.get("bf16", {})}
+        config["bf16"] = {"enabled": True, **merged["bf16"]}
     if settings.precision == "fp16":
-        config["fp16"] = {**FP16, **own.get("fp16", {})}
+        config["fp16"] = {**FP16, **merged["fp16"]}
     if stage > 0:
-        config["data_types"] = {"grad_accum_dtype": "fp32", **own.get("data_types", {})}
-    rest = {**base, **own}
-    return {**config, **{key: rest[key] for key in rest if key not in config and key != "data_types"}}, notices
+        config["data_types"] = {"grad_accum_dtype": "fp32", **merged["data_types"]}
+    decided = {*config, "bf16", "fp16", "data_types"}
+    return {**config, **{key: merged[key] for key in merged if key not in decided}}
+
+
+def _with_path(zero: dict[str, Any], settings: Settings, where: Callable[[str], str]) -> dict[str, Any]:
+    """`zero` with zero.nvme_path where a file leaves the folder open."""
+    path = settings.config.zero.nvme_path
+    left = {
+        name: section
+        for name, section in zero.items()
+        if isinstance(section, dict) and section.get("nvme_path") == "auto"
+    }
+    if path is not None and not left:
+        place = where("zero_optimization.offload_optimizer")
+        text = f"zero.nvme_path={path} has no effect: {place} leaves no folder open"
+        raise ConfigError(Problem(text, "", ("zero=stage3_nvme", "zero.nvme_path=null")))
+    if path is None and left:
+        text = "zero.nvme_path is missing: the folder, on a fast local disk, for what does not fit in memory"
+        raise ConfigError(
+            Problem(text, where(f"zero_optimization.{next(iter(left))}"), ("zero.nvme_path=/local/nvme",))
+        )
+    return {**zero, **{name: {**section, "nvme_path": path} for name, section in left.items()}}
+
+
+def _drop_unused(zero: dict[str, Any], given: dict[str, Any], user: TextFile | None) -> list[str]:
+    """Take tuning of other stages out of `zero`; a notice for what the user's file had of it."""
+    stage = zero["stage"]
+    names = BELOW_3_ONLY if stage == 3 else STAGE_3_ONLY
+    dropped = [key for key in names if key in zero]
+    for key in dropped:
+        del zero[key]
+    told = [key for key in dropped if key in given]
+    if not told or user is None:
+        return []
+    return [f"{user.path}: {', '.join(told)} {'has' if len(told) == 1 else 'have'} no effect in stage {stage}"]
 
 
 def _merge_zero(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
@@ -94,23 +168,6 @@ def _stage3_defaults(stage: int) -> dict[str, Any]:
         "stage3_param_persistence_threshold": 100_000,
         "stage3_gather_16bit_weights_on_model_save": True,
     }
-
-
-def _check_stage(stage: int, settings: Settings, user: TextFile | None) -> None:
-    tune, precision, where = settings.config.tune, settings.precision, user.path if user else ""
-    problems = []
-    if stage == 0 and precision in ("bf16", "fp16"):
-        text = f"zero stage 0 in {precision} would add up gradients in {precision}"
-        text = f"{text}: DeepSpeed offers float32 sums from stage 1 on"
-        problems.append(Problem(text, where, ("zero=stage1", "precision=fp32")))
-    if stage == 3 and tune.name == "qlora":
-        text = "tune=qlora with zero stage 3: every GPU would hold all of the 4-bit weights, since they are not sharded"
-        problems.append(Problem(text, where, ("zero=stage2", "tune=lora")))
-    if stage == 3 and tune.use_dora and uses_lora(tune):
-        text = "tune.use_dora=true needs whole weight matrices for their lengths, and zero stage 3 keeps them sharded"
-        problems.append(Problem(text, where, ("zero=stage2", "tune.use_dora=false")))
-    if problems:
-        raise ConfigError(*problems)
 
 
 def _copy_size(asked: Any, stage: int, settings: Settings, where: str) -> int:

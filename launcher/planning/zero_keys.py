@@ -19,25 +19,73 @@ PASSED_KEYS = (
     "csv_monitor",
     "wandb",
     "comet",
-    "steps_per_print",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
 )
 # Decided by keys of the launcher: a value that says the same is dropped, another one is a problem.
 OWNED_KEYS = ("optimizer", "scheduler", "gradient_clipping", "bf16", "fp16")
+# What the launcher does itself or cannot do: (why, what to type). Dropped where it asks for nothing.
 REFUSED_KEYS = {
-    "activation_checkpointing": "memory.gradient_checkpointing=all",
-    "managed_gradient_accumulation": "batch.global_size=16",
-    "gradient_allreduce_op": "loss=pointwise",
-    "tensor_parallel": "zero=stage3",
-    "torch_autocast": "precision=bf16",
+    "activation_checkpointing": (
+        "it acts on DeepSpeed's own checkpoint function, which no Qwen model calls",
+        "memory.gradient_checkpointing=all",
+    ),
+    "managed_gradient_accumulation": ("the training loop sets the accumulation boundary", "batch.global_size=16"),
+    "gradient_allreduce_op": ("the launcher scales losses for a mean over ranks", "loss=pointwise"),
+    "prescale_gradients": ("the launcher scales losses itself, and stage 3 refuses it", "remove the key"),
+    "gradient_predivide_factor": ("the launcher scales losses itself, and stage 3 refuses it", "remove the key"),
+    "tensor_parallel": (
+        "AutoTP splits the attention of Qwen's vision towers so that its shapes no longer fit, changes the losses of "
+        "text models and fails with adapters; stage 3 shards the weights",
+        "zero=stage3",
+    ),
+    "torch_autocast": ("precision=bf16 casts the weights once, not at every use", "precision=bf16"),
+    "compile": (
+        "DeepCompile acts after engine.compile() alone, and not where the loop sets the accumulation boundary",
+        "remove the key",
+    ),
+    "sequence_parallel_size": ("a query with its documents stays on one rank", "batch.max_tokens=8192"),
+    "expert_parallel": ("experts are sharded like other weights", "zero=stage3"),
+    "pipeline": ("layers are not spread over ranks", "zero=stage3"),
+    "data_efficiency": ("it acts in DeepSpeed's own loader, which this trainer does not use", "batch.max_tokens=8192"),
+    "autotuning": ("the plan weighs settings without running them", "zero=auto"),
+    "hybrid_engine": ("it serves models between steps, which no task here does", "remove the key"),
+    "weight_quantization": ("it quantises for serving", "tune=qlora"),
+    "datastates_ckpt": ("checkpoints are the launcher's own", "checkpoint.every_steps=500"),
 }
-# Seen with DeepSpeed 0.19.8 and two ranks. Its ranks that share a layer also need the same rows, and checkpoints and
-# exports would hold one rank's part of each weight.
-WHY_REFUSED = {
-    "tensor_parallel": "AutoTP splits the attention of Qwen's vision towers so that its shapes no longer fit, changes "
-    "the losses of text models and fails with adapters; stage 3 shards the weights",
+# Harmless, and without effect here: dropped with a notice.
+UNUSED_KEYS = {
+    "checkpoint": "checkpoint.* decides, and the form is the launcher's own",
+    "dataloader_drop_last": "rows come from the launcher's own loader",
+    "disable_allgather": "DeepSpeed reads it nowhere",
+    "log_level": "ranks log as the launcher asks",
+    "seq_parallel_communication_data_type": "there is no sequence parallelism here",
+    "steps_per_print": "logging.every_steps decides",
+    "timers": "the launcher measures itself",
+    "use_data_before_expert_parallelism": "there is no expert parallelism here",
+    "vocabulary_size": "it only warns",
+    "zero_allow_untested_optimizer": "the launcher sets it for torch's AdamW",
+    "zero_force_ds_cpu_optimizer": "the launcher sets it for torch's AdamW",
 }
+DATA_TYPES = ("grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules")
+FORMATS = ("fp32", "bf16", "fp16")
+# As DeepSpeed spells them in runtime/config.py DtypeEnum.
+FORMAT_NAMES = {
+    "float32": "fp32", "torch.float32": "fp32", "float": "fp32", "bfloat16": "bf16", "torch.bfloat16": "bf16",
+    "float16": "fp16", "torch.float16": "fp16", "half": "fp16",
+}  # fmt: skip
+AIO_KEYS = ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds")
+# Arguments that DeepSpeedEngine._configure_zero_optimizer gives to one of its optimizers alone: tuning without effect
+# in other stages.
+STAGE_3_ONLY = (
+    "log_trace_cache_warnings", "memory_efficient_linear", "override_module_apply", "pipeline_loading_checkpoint",
+    "stage3_allgather_sequential", "stage3_gather_16bit_weights_on_model_save", "stage3_max_live_parameters",
+    "stage3_max_reuse_distance", "stage3_model_persistence_threshold", "stage3_module_granularity_threshold",
+    "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size", "stage3_use_all_reduce_for_fetch_params",
+    "sub_group_size", "leaf_module",
+)  # fmt: skip
+BELOW_3_ONLY = (
+    "allgather_partitions", "ignore_unused_parameters", "parameter_alignment", "round_robin_gradients",
+    "use_multi_rank_bucket_allreduce",
+)  # fmt: skip
 ZERO_KEYS = (
     "allgather_bucket_size",
     "allgather_partitions",
@@ -78,6 +126,13 @@ ZERO_KEYS = (
     "zero_quantized_nontrainable_weights",
     "zero_quantized_weights",
 )
+# Those that hold a number and those that hold a section; the others are switches.
+ZERO_SIZES = (
+    "allgather_bucket_size", "reduce_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance",
+    "stage3_model_persistence_threshold", "stage3_module_granularity_threshold", "stage3_param_persistence_threshold",
+    "stage3_prefetch_bucket_size", "sub_group_size",
+)  # fmt: skip
+ZERO_OTHERS = ("stage", "zero_hpz_partition_size", "leaf_module", "offload_optimizer", "offload_param", "zenflow")
 BF16_KEYS = (
     "enabled",
     "check_grad_overflow",
@@ -101,4 +156,8 @@ OFFLOAD_KEYS = (
     "super_offload",
     "cpuadam_cores_perc",
 )
+# What an offload to one device reads; the rest has no effect there.
+NVME_ONLY = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write", "fast_init")
 OPTIMIZERS = ("AdamW", "Adam")
+# Optimizers that DeepSpeed no longer has.
+REMOVED_OPTIMIZERS = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")

@@ -12,6 +12,7 @@ from launcher.errors import ConfigError, Problem
 from launcher.planning.secrets import MASK, is_secret
 from launcher.reporting import words
 from launcher.reporting.chart import RATE, STEP, Chart, Row, Switch, Value, color, dash, figure, line, smooth
+from launcher.reporting.foretold import planned_allocated_gib, planned_step_s
 from launcher.reporting.numbers import Summary, column, own_metric, summarise
 from launcher.reporting.page import is_own_page, render, without_data
 from launcher.reporting.record import Record, flat, known, number, read_record
@@ -25,6 +26,7 @@ from launcher.spec import lower_is_better
 NOT_ASKED = ("run.", "model.arch.", "resume", "sweep.")  # where a run lives, and what follows from another key
 NO_MEMORY = "None of these runs measured it (a CPU has none)."
 LOW, HIGH = min, max
+PLANNED = "as planned"  # a column beside what was seen, left out where no plan foretells it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,10 +129,13 @@ def results_table(comparison: Comparison) -> Table:
         ("queries/s", lambda _, s: s.queries_per_s, words.count, HIGH),
         ("tokens/s", lambda _, s: s.tokens_per_s, words.count, HIGH),
         ("step time", lambda _, s: s.step_s, words.seconds, LOW),
+        (PLANNED, lambda record, _: planned_step_s(record.plan), words.seconds, None),
         ("peak memory", lambda _, s: s.peak_gib, words.gib, LOW),
+        (PLANNED, lambda r, s: None if s.peak_gib is None else planned_allocated_gib(r.plan), words.gib, None),
         ("duration", lambda record, _: record.seconds, words.duration, None),
     )
     pairs = [(record, summarise(record, comparison.metric)) for record in comparison.records]
+    columns = tuple(c for c in columns if c[0] != PLANNED or known(c[1](*pair) for pair in pairs))
     rows = [[name, record.state] for name, record in zip(comparison.names, comparison.records, strict=True)]
     best = []
     for index, (_, value, show, better) in enumerate(columns, start=2):

@@ -8,6 +8,7 @@ from typing import Any
 
 from launcher.families import PARTS
 from launcher.reporting import words
+from launcher.reporting.foretold import foretold_line
 from launcher.reporting.numbers import WARM_STEPS, Summary
 from launcher.reporting.reality import world_size
 from launcher.reporting.record import Record, number, part_of
@@ -177,8 +178,8 @@ def summary_lines(record: Record, summary: Summary) -> list[str]:
     s = summary
     lines = [f"{record.name}: {record.text}, {words.duration(record.seconds)}{' so far' if record.goes_on else ''}"]
     lines.append(f"  {_model(record)}; {_where(record)}")
-    if found := failures(record):
-        lines.append(f"  {found['text']}")
+    if failed := failures(record):
+        lines.append(f"  {failed['text']}")
     if s.steps:
         of = "" if s.total_steps is None else f" of {s.total_steps:,}"
         lines.append(f"  {s.steps:,}{of} steps, loss {words.loss(s.final_loss)} (mean of the last tenth)")
@@ -190,4 +191,6 @@ def summary_lines(record: Record, summary: Summary) -> list[str]:
         lines.append(f"{speed}, step {words.seconds(s.step_s)}, waiting for data {words.percent(s.data_wait)}")
     if s.peak_gib is not None:
         lines.append(f"  peak memory {words.gib(s.peak_gib)} a GPU, GPU use {words.percent(s.gpu_util)}")
+    if found := foretold_line(record.plan, record.steps):
+        lines.append(f"  {found}")
     return lines

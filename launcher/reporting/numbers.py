@@ -111,11 +111,11 @@ def peak_gib(steps: Sequence[Line], key: str = "memory_gib") -> float | None:
     return max(known(number(line.get(key)) for line in steps), default=None)
 
 
-def rank_peaks(steps: Sequence[Line]) -> dict[int, float]:
-    """Largest memory allocated on each rank, GiB."""
+def rank_peaks(steps: Sequence[Line], key: str = "memory_gib") -> dict[int, float]:
+    """Largest memory allocated on each rank (reserved: `memory_reserved_gib`), GiB."""
     peaks: dict[int, float] = {}
     for line in steps:
-        for rank, value in enumerate(numbers(part_of(line, "ranks").get("memory_gib"))):
+        for rank, value in enumerate(numbers(part_of(line, "ranks").get(key))):
             if value is not None:
                 peaks[rank] = max(value, peaks.get(rank, 0.0))
     return peaks

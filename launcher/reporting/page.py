@@ -14,6 +14,7 @@ from typing import Any
 from launcher import __version__
 from launcher.reporting.chart import Chart
 from launcher.reporting.data import data_table, lengths_chart
+from launcher.reporting.foresight import foresight_charts
 from launcher.reporting.headline import facts, failures, tiles, tone
 from launcher.reporting.machines import gpu_table, machine_charts
 from launcher.reporting.numbers import summarise
@@ -57,7 +58,13 @@ def write_page(record: Record) -> Path:
 
 def run_page(record: Record) -> str:
     """The page of one run."""
-    charts = [*training_charts(record), *timing_charts(record), *machine_charts(record), lengths_chart(record)]
+    charts = [
+        *training_charts(record),
+        *timing_charts(record),
+        *foresight_charts(record),
+        *machine_charts(record),
+        lengths_chart(record),
+    ]
     tables = [
         reality_table(record),
         eval_table(record),

@@ -23,8 +23,9 @@ from launcher.reporting.chart import (
     short,
     smooth,
 )
+from launcher.reporting.foretold import planned_allocated_gib, planned_reserved_gib
 from launcher.reporting.numbers import best_eval, column, lost_losses, own_metric
-from launcher.reporting.reality import planned_at_tokens_gib, planned_gib
+from launcher.reporting.reality import planned_at_tokens_gib
 from launcher.reporting.record import Record, known, number, part_of
 from launcher.rundir import COMPLETE
 from launcher.running.journal import Line, eval_scores
@@ -210,7 +211,7 @@ def memory_chart(record: Record) -> Chart:
     title = "GPU memory of training"
     about = (
         "Largest rank. 'Planned' is for a full micro-batch, 'at the tokens seen' for the fullest one there was; "
-        "both without the plan's part 'context', which torch does not count."
+        "all without what torch does not count, such as the CUDA context."
     )
     allocated = column(record.steps, "memory_gib")
     if not known(allocated):
@@ -223,11 +224,15 @@ def memory_chart(record: Record) -> Chart:
     reserved = column(record.steps, "memory_reserved_gib")
     if known(reserved):
         traces.append(line("peak reserved", xs, reserved, color(1), form=".2f"))
-    lines = (("planned", planned_gib(record), "dash"), ("at the tokens seen", planned_at_tokens_gib(record), "dot"))
-    for name, planned, style in lines:
+    levels = (
+        ("planned, allocated", planned_allocated_gib(record.plan), 0, "dash"),
+        ("planned, reserved", planned_reserved_gib(record.plan), 1, "dash"),
+        ("planned, allocated at the tokens seen", planned_at_tokens_gib(record), 0, "dot"),
+    )
+    for name, planned, tint, style in levels:
         if planned is not None:
             ends = [xs[0], xs[-1]]
-            traces.append(line(name, ends, [planned] * 2, color(7), form=".2f", dash=style, mode="lines"))
+            traces.append(line(name, ends, [planned] * 2, color(tint), form=".2f", dash=style, mode="lines"))
     row = Row(title="GiB", traces=traces, from_zero=True)
     shown = figure([row], STEP, row_px=340)
     return Chart(id="memory", title=title, about=about, figure=shown)

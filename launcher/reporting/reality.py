@@ -1,26 +1,45 @@
-"""The plan beside what happened: memory, steps, batch, micro-batches."""
+"""The plan beside what happened: memory, time, steps, batch, micro-batches."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from launcher.estimates import FRAGMENTS, grows_with_tokens
+from launcher.planning.gpus import kind_of
 from launcher.reporting import words
-from launcher.reporting.numbers import column, gpus, peak_gib, rank_peaks, with_seconds
+from launcher.reporting.foretold import (
+    OUTSIDE,
+    planned_allocated_gib,
+    planned_parts,
+    planned_reserved_gib,
+    planned_step_s,
+    planned_whole_gib,
+)
+from launcher.reporting.numbers import (
+    column,
+    data_wait_share,
+    gpus,
+    peak_gib,
+    rank_peaks,
+    rate,
+    steady_steps,
+    with_seconds,
+)
 from launcher.reporting.record import Record, known, number, numbers, part_of
 from launcher.reporting.table import Table
 from launcher.running.journal import Line
 
 UNKNOWN = "not known"
 SHOWN_RANKS = 64
-BYTES_A_GIB = 2**30
-BY_TOKENS = ("activations", "vision")  # parts of the plan that grow with the tokens of a micro-batch
+DATA_WAIT = "waiting for pictures"  # of TimeEstimate.parts
 
 
 def reality_table(record: Record) -> Table:
     """Planned, seen, and seen divided by planned."""
     rows = [
         *_memory_rows(record),
+        *_time_rows(record),
         *_step_rows(record),
         *_batch_rows(record),
     ]
@@ -29,26 +48,28 @@ def reality_table(record: Record) -> Table:
         head=("", "planned", "seen", "seen / planned"),
         rows=rows,
         right=(1, 2, 3),
-        about="Memory that torch allocates is held against the plan without its part 'context', which lies outside "
-        "torch; what the driver reports, against all of it. The plan is for micro-batches of batch.max_tokens; 'at "
-        "the tokens seen', its parts 'activations' and 'vision' are multiplied by (tokens of a micro-batch, fullest "
-        "step and rank) / batch.max_tokens, the other parts stay.",
+        about="Allocated is what torch's tensors took: the plan without fragmentation and the CUDA context. Reserved "
+        "is what torch held: the plan without the context. The driver sees all of it. The plan is for micro-batches "
+        "of batch.max_tokens; 'at the tokens seen', parts that grow with tokens are multiplied by (tokens of a "
+        "micro-batch, fullest step and rank) / batch.max_tokens. Share of the limit: the time that the FLOPs of a "
+        "step would take at the highest rate that matrix products reach on this kind of GPU / the time the step "
+        "took; recomputed layers do not count as work, and what was seen is held against the plan's FLOPs a token. "
+        "MFU: the same FLOPs / (time of the step x GPUs x the data sheet's rate of dense 16-bit products).",
     )
 
 
-def planned_gib(record: Record, *, context: bool = False) -> float | None:
-    """The plan's estimate for one GPU or rank, with or without what lies outside torch's allocator."""
-    parts = _planned_parts(record)
-    return sum(value for name, value in parts.items() if context or name != "context") if parts else None
-
-
 def planned_at_tokens_gib(record: Record) -> float | None:
-    """What the plan would have been, outside `context`, for the fullest micro-batch that was seen."""
-    parts, limit, fullest = _planned_parts(record), token_limit(record), fullest_tokens(record)
+    """What the plan would have been, of torch's tensors, for the fullest micro-batch that was seen."""
+    parts, limit, fullest = planned_parts(record.plan), token_limit(record), fullest_tokens(record)
     if not parts or not limit or fullest is None:
         return None
-    growing = sum(parts.pop(name, 0.0) for name in BY_TOKENS)
-    return sum(value for name, value in parts.items() if name != "context") + growing * fullest / limit
+    growing = sum(value for name, value in parts.items() if _grows(name))
+    fixed = sum(value for name, value in parts.items() if name not in (*OUTSIDE, FRAGMENTS) and not _grows(name))
+    return fixed + growing * fullest / limit
+
+
+def _grows(part: str) -> bool:
+    return grows_with_tokens(part) or part == "vision"  # as earlier plans named it
 
 
 def token_limit(record: Record) -> float | None:
@@ -61,14 +82,48 @@ def fullest_tokens(record: Record) -> float | None:
     return max(micro_batch_tokens(record.steps, world_size(record)), default=None)
 
 
-def _planned_parts(record: Record) -> dict[str, float]:
-    return {name: (number(value) or 0.0) / BYTES_A_GIB for name, value in part_of(record.plan, "memory").items()}
+def planned_time(record: Record) -> tuple[float, dict[str, float]] | None:
+    """Seconds of a step as planned, and by part; None of a plan without (a CPU's has none)."""
+    step, parts = planned_step_s(record.plan), part_of(record.plan, "time", "parts")
+    return None if step is None else (step, {name: number(value) or 0.0 for name, value in parts.items()})
 
 
-def _row(name: str, planned: float | None, seen: float | None, unit: str = "") -> list[str]:
-    shown = [words.gib(value) if unit == "GiB" else words.count(value) for value in (planned, seen)]
+def limit_share(record: Record) -> tuple[float | None, float | None]:
+    """Share of the limit as planned and as achieved: see the table's words."""
+    time = part_of(record.plan, "time")
+    step, least, tokens = (number(time.get(key)) for key in ("step_s", "least_s", "tokens_per_s"))
+    if not step or least is None or not tokens:
+        return None, None
+    seen = rate(steady_steps(record), "tokens_per_s")
+    return least / step, None if seen is None else least / step * seen / tokens
+
+
+def utilisation(record: Record) -> tuple[float | None, float | None]:
+    """MFU as planned and as achieved; None where the data sheet of the GPU is not known."""
+    time, kind = part_of(record.plan, "time"), kind_of(str(record.plan.get("gpu_kind")))
+    flops, least = number(time.get("flops")), number(time.get("least_s"))
+    if kind is None or flops is None or not least:
+        return None, None
+    # What the limit's rate is of the data sheet's: the share of the limit times this is the share of the data sheet.
+    of_peak = flops / least / (world_size(record) * kind.peak_tflops * 1e12)
+    planned, seen = limit_share(record)
+    return None if planned is None else of_peak * planned, None if seen is None else of_peak * seen
+
+
+def mean_step_s(record: Record) -> float | None:
+    """Mean time of a step, the first ones after a start left out."""
+    times = known(column(steady_steps(record), "step_s"))
+    return statistics.fmean(times) if times else None
+
+
+def _row(
+    name: str,
+    planned: float | None,
+    seen: float | None,
+    show: Callable[[float | None], str] = words.count,
+) -> list[str]:
     ratio = seen / planned if planned and seen is not None else None
-    return [name, UNKNOWN if planned is None else shown[0], shown[1], words.plain(ratio, ".2f")]
+    return [name, UNKNOWN if planned is None else show(planned), show(seen), words.plain(ratio, ".2f")]
 
 
 def _limit_row(name: str, limit: float | None, seen: float | None) -> list[str]:
@@ -78,29 +133,59 @@ def _limit_row(name: str, limit: float | None, seen: float | None) -> list[str]:
 
 
 def _memory_rows(record: Record) -> list[list[str]]:
-    inside, whole = planned_gib(record), planned_gib(record, context=True)
+    plan = record.plan
+    inside, held, whole = planned_allocated_gib(plan), planned_reserved_gib(plan), planned_whole_gib(plan)
     peaks = rank_peaks(record.steps)
     rows = [
-        _row(f"peak allocated, rank {rank}", inside, peak, "GiB") for rank, peak in list(peaks.items())[:SHOWN_RANKS]
+        _row(f"peak allocated, rank {rank}", inside, peak, words.gib)
+        for rank, peak in list(peaks.items())[:SHOWN_RANKS]
     ]
     largest = peak_gib(record.steps)
     if not peaks and largest is not None:
-        rows.append(_row("peak allocated, largest rank", inside, largest, "GiB"))
+        rows.append(_row("peak allocated, largest rank", inside, largest, words.gib))
     at_tokens = planned_at_tokens_gib(record)
     if largest is not None and at_tokens is not None:
-        rows.append(_row("peak allocated against the plan at the tokens seen", at_tokens, largest, "GiB"))
+        rows.append(_row("peak allocated against the plan at the tokens seen", at_tokens, largest, words.gib))
     reserved = peak_gib(record.steps, "memory_reserved_gib")
     if reserved is not None:
-        rows.append(_row("peak reserved, largest rank", inside, reserved, "GiB"))
-    for name, peak in list(_driver_peaks(record).items())[:SHOWN_RANKS]:
-        rows.append(_row(f"in use on {name} (driver)", whole, peak, "GiB"))
+        rows.append(_row("peak reserved, largest rank", held, reserved, words.gib))
+    if moment := _fullest_moment(record):
+        rows.append(["the fullest moment", str(plan.get("memory_moment") or UNKNOWN), moment, words.NONE])
+    for name, peak in list(driver_peaks(record).items())[:SHOWN_RANKS]:
+        rows.append(_row(f"in use on {name} (driver)", whole, peak, words.gib))
     if not rows:
-        name, planned, seen, ratio = _row("memory of one rank, estimated", whole, None, "GiB")
+        name, planned, seen, ratio = _row("memory of one rank, estimated", whole, None, words.gib)
         rows.append([name, planned, "not measured on a CPU" if record.plan.get("device") == "cpu" else seen, ratio])
     return rows
 
 
-def _driver_peaks(record: Record) -> dict[str, float]:
+def _time_rows(record: Record) -> list[list[str]]:
+    """Nothing where the plan foretells no time."""
+    planned = planned_time(record)
+    if planned is None:
+        return []
+    time, steady = part_of(record.plan, "time"), steady_steps(record)
+    shares, used = limit_share(record), utilisation(record)
+    waits = planned[1].get(DATA_WAIT, 0.0) / planned[0]
+    return [
+        _row("time of a step, mean", planned[0], mean_step_s(record), words.seconds),
+        *(
+            _row(name, number(time.get(key)), rate(steady, key))
+            for key, name in (("tokens_per_s", "tokens/s"), ("queries_per_s", "queries/s"))
+        ),
+        _row("share of the limit", *shares, words.percent),
+        *([] if used[0] is None else [_row("MFU", *used, words.percent)]),
+        _row("share of waiting for data", waits, data_wait_share(steady), words.percent),
+    ]
+
+
+def _fullest_moment(record: Record) -> str | None:
+    """In which part of a step, or before the first one, the largest rank took most; None when not written."""
+    told = [line.get("memory_moment") for line in record.steps]
+    return next((str(moment) for moment in reversed(told) if moment is not None), None)
+
+
+def driver_peaks(record: Record) -> dict[str, float]:
     """Most memory that the driver reported in use on each GPU of the run."""
     peaks: dict[str, float] = {}
     for entry in record.monitor:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.errors import ConfigError, ExitCode, Problem
-from launcher.planning.describe import table
+from launcher.planning.lines import table
 from launcher.reporting.compare import (
     Comparison,
     compare_jobs,

@@ -35,11 +35,19 @@ class Met:
     notes: tuple[str, ...] = ()
 
 
-def meet_alone(plan: RunPlan, panel: Panel, address: str) -> Met:
-    """A port for the ranks of the only host, at an address that must be its own."""
-    host = plan.hosts[0].name
-    told = panel.ask({host: _listening(plan.master_port, secrets.token_hex(8), address)}, ASK_S).get(host)
-    return Met(address=address, port=_port(told), findings=tuple(_port_findings(plan, host, address, told)))
+def meet_alone(plan: RunPlan, panel: Panel, address: str, look: Any = None) -> Met:
+    """A port for the ranks of the only host, at an address that must be its own; `look`: to check interfaces too."""
+    host = plan.hosts[0]
+    told = panel.ask({host.name: _listening(plan.master_port, secrets.token_hex(8), address)}, ASK_S).get(host.name)
+    found = list(_port_findings(plan, host.name, address, told))
+    interface, finding = ("", None) if look is None else choose_interface(plan, host, look, "")
+    given = interface and given_interface(plan, host)[0]  # without one, NCCL and gloo find their way on one machine
+    return Met(
+        address=address,
+        port=_port(told),
+        interfaces={host.name: interface} if given else {},
+        findings=(*found, *([finding] if finding else [])),
+    )
 
 
 def meet(plan: RunPlan, panel: Panel, looks: Looks) -> Met:
@@ -179,15 +187,23 @@ def _interfaces(plan: RunPlan, panel: Panel, looks: Looks, address: str) -> tupl
     return found, findings
 
 
+def given_interface(plan: RunPlan, host: Host) -> tuple[str | None, str]:
+    """The interface that the configuration names for a host, and how it does: its line of the hostfile counts first."""
+    if host.iface is not None:
+        return host.iface, f"iface={host.iface} of the hostfile"
+    return plan.config.nccl.interface, f"nccl.interface={plan.config.nccl.interface}"
+
+
 def choose_interface(plan: RunPlan, host: Host, look: Any, routed: str) -> tuple[str, Finding | None]:
-    """The interface that the hostfile, else the environment, else the route names; it must be there."""
+    """The interface that the configuration, else the environment, else the route names; it must be there."""
     there = list(dict.fromkeys(a["interface"] for a in _own(look)))
     listed = f"there are {', '.join(there)}"
-    if host.iface is not None:
-        bad = host.iface not in there
-        reason = f"iface={host.iface} of the hostfile is not up there or has no address; {listed}"
-        row = Finding(host=host.name, what="interface", reason=reason, tries=("iface=NAME",), config=True)
-        return host.iface, row if bad else None
+    given, source = given_interface(plan, host)
+    if given is not None:
+        tries = ("iface=NAME",) if host.iface is not None else ("nccl.interface=null   (one is chosen)", "iface=NAME")
+        reason = f"{source} is not up there or has no address; {listed}"
+        row = Finding(host=host.name, what="interface", reason=reason, tries=tries, config=True)
+        return given, row if given not in there else None
     chosen = routed
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = plan.env.get(name)

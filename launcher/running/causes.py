@@ -109,7 +109,8 @@ _SIGNALS: dict[int, str] = {
 }
 # "Type: message" of an exception, or the end of a log; the first pattern that fits.
 _TEXTS = (
-    ("port_taken", r"EADDRINUSE|address already in use"),
+    # NCCL warns so when RAS, which nothing here asks, finds its port taken by another user's job, and goes on.
+    ("port_taken", r"EADDRINUSE|(?<!Call to bind failed: )address already in use"),
     (
         "gpu_memory",
         r"CUDA out of memory|CUDA error: out of memory|cudaErrorMemoryAllocation|CUBLAS_STATUS_ALLOC_FAILED",

@@ -19,12 +19,15 @@ from typing import Any
 from launcher import datafiles
 from launcher.errors import ConfigError, Problem
 from launcher.hubs import hf_cache, local_folder
+from launcher.measured import read_speeds
+from launcher.planning.fabric import Fabric
 from launcher.planning.facts import Facts, LocalGpu, Resume, TextFile
 from launcher.prepared import read_summary
 from launcher.resources import ds_configs_dir, hostfiles_dir
 from launcher.rundir import RunDir, resolve_resume
 from launcher.spec import MISSING, RunConfig
 
+AUTO = "auto"
 DEFAULT_HOSTFILE = Path("hostfiles/default")
 # The demo's rows; `launcher.training.digits` makes them, and a test holds the two equal.
 ADAPTER = "adapter_config.json"
@@ -37,6 +40,17 @@ PROC_GPUS = Path("/proc/driver/nvidia/gpus")
 def gather_facts(config: RunConfig, cwd: Path | None = None) -> Facts:
     """Everything outside `config` that its plan depends on. Reads files and asks `nvidia-smi`; changes nothing."""
     return _Gatherer(config, Path.cwd() if cwd is None else cwd).gather()
+
+
+def zero_files() -> dict[str, TextFile]:
+    """What zero=auto chooses from: the readable files of ds_configs/, by name."""
+    found = {}
+    for path in sorted(ds_configs_dir().glob("*.json")):
+        try:
+            found[path.name] = TextFile(path=f"ds_configs/{path.name}", text=path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError):
+            continue  # a problem once it is named
+    return found
 
 
 class _Gatherer:
@@ -65,6 +79,7 @@ class _Gatherer:
             hostfile=hostfile,
             gpus=gpus,
             visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+            fabric=self._fabric(gpus, hostfile),
             cpu_count=cpu_count(),
             ram_bytes=ram_bytes(),
             disk_free_bytes=self._disk(self.cwd / folder),
@@ -77,9 +92,11 @@ class _Gatherer:
                 name for name in datafiles.hub_names(data) if local_folder(name, data.source, "datasets") is None
             ),
             prepared=self._prepared(),
+            measured=tuple(read_speeds()),
             arch=self._arch(),
             weights_on_disk=self._weights(),
-            zero_file=self._text("zero.file", ds_configs_dir() / config.zero.file, f"ds_configs/{config.zero.file}"),
+            zero_file=self._zero_file(),
+            zero_files=zero_files(),
             zero_config=self._text("zero.config", config.zero.config),
             env_file=self._text("env.file", config.env.file),
             resume=resume,
@@ -109,6 +126,12 @@ class _Gatherer:
         except OSError as error:
             self._problem(f"{self._named(key, name)}: {_reason(error)}", f"{key}=FILE")
         return None
+
+    def _zero_file(self) -> TextFile | None:
+        zero = self.config.zero
+        if zero.name == AUTO:
+            return None
+        return self._text("zero.file", ds_configs_dir() / zero.file, f"ds_configs/{zero.file}")
 
     def _hostfile(self) -> TextFile | None:
         name = self.config.cluster.hostfile
@@ -264,6 +287,16 @@ class _Gatherer:
             else:
                 self._not_a_gpu(visible, word, [gpu.index for gpu in found.values()], twice=len(match) == 1)
         return tuple(chosen)
+
+    def _fabric(self, gpus: tuple[LocalGpu, ...], hostfile: TextFile | None) -> Fabric | None:
+        """How this machine's GPUs are linked, where the run is on them; other hosts are asked when it starts."""
+        config = self.config
+        local = hostfile is None and config.nodes in (None, 1) and config.cluster.transport in ("auto", "local")
+        if not gpus or not local:
+            return None
+        from launcher.running.fabric import local_fabric  # a machine without GPUs need not load it
+
+        return local_fabric(os.environ, str(self.cwd))
 
     def _not_a_gpu(self, visible: str, word: str, known: list[int], *, twice: bool) -> None:
         text = f"CUDA_VISIBLE_DEVICES={visible}: "

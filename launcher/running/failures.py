@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.errors import ExitCode, MachineError, TrainingError
+from launcher.errors import ExitCode, GpuMemoryError, MachineError, TrainingError
 from launcher.running import causes
 from launcher.running.agent import POLL_S
 from launcher.running.causes import CAUSES, Cause
@@ -24,7 +24,7 @@ SHOWN_LINES = 15  # of a traceback or log
 LOG_LINES = 40  # in which the reason of a death is looked for
 GIB = 2**30
 SSH_FAILED = 255  # what ssh leaves with when the connection, not the command, has ended
-FOR_PEOPLE = (MachineError.__name__, TrainingError.__name__)  # errors whose message says all
+FOR_PEOPLE = (MachineError.__name__, TrainingError.__name__, GpuMemoryError.__name__)  # errors whose message says all
 _ENDPOINT = re.compile(r"\[?([0-9a-fA-F:.]+|[\w.-]+)\]?(?:, |:)(\d{2,5})\b")  # ADDRESS:PORT, (ADDRESS, PORT)
 
 
@@ -55,6 +55,13 @@ class Failure:
     def who(self) -> str:
         """Name for people."""
         return f"DeepSpeed's node launcher on {self.host}" if self.rank is None else f"rank {self.rank} on {self.host}"
+
+    def reason(self) -> str:
+        """As `headline`, and of an error for people its first problem instead of their count."""
+        lines = str((self.error or {}).get("message", "")).splitlines()
+        if not self.by_user or len(lines) < 2:
+            return self.headline()
+        return f"{self.who} failed: {lines[1].strip()}"
 
     def headline(self) -> str:
         """One line: who and why."""

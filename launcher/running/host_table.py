@@ -8,13 +8,18 @@ from collections.abc import Mapping
 from typing import IO, Any, cast
 
 from launcher.errors import ConfigError, ExitCode, Problem
+from launcher.planning.fabric import Fabric
+from launcher.planning.nccl_hosts import LABELS, links_of, network_of
 from launcher.running.findings import several
 from launcher.running.preflight import Checked, check, startable
 from launcher.running.transport import Event, close_all, open_channels
 from launcher.spec import Host, RunPlan
 from launcher.streams import SafeStream
 
+Rows = list[tuple[str, ...]]
+
 HEAD = ("host", "reached", "python", "torch", "GPUs", "driver", "processors", "memory", "disk", "run folder", "address")
+FABRIC_HEAD = ("host", "network", "RDMA ports", "interface", "GPU links", "GPUDirect", "NCCL")
 GIB = 2**30
 UNKNOWN = "-"
 
@@ -33,7 +38,10 @@ def check_hosts(plan: RunPlan) -> int:
         close_all(list(channels.values()))
     out = cast(IO[str], SafeStream(sys.stdout))
     show([_row(host, checked) for host in plan.hosts], out, pretty=sys.stdout.isatty())
-    for text in checked.notes:
+    if checked.fabrics:
+        print(file=out)
+        show([_fabric_row(host, checked) for host in plan.hosts], out, pretty=sys.stdout.isatty(), head=FABRIC_HEAD)
+    for text in (*checked.notes, *checked.nccl):
         print(text, file=out)
     for text in checked.plan.warnings:
         print(f"warning: {text}", file=out)
@@ -45,10 +53,10 @@ def check_hosts(plan: RunPlan) -> int:
     return int(ExitCode.OK)
 
 
-def show(rows: list[tuple[str, ...]], out: IO[str], *, pretty: bool) -> None:
+def show(rows: Rows, out: IO[str], *, pretty: bool, head: tuple[str, ...] = HEAD) -> None:
     """The table, without the columns that say nothing; in colour and with its lines folded for a terminal."""
-    kept = [n for n in range(len(HEAD)) if n == 0 or any(row[n] != UNKNOWN for row in rows)]
-    cells = [[row[n] for n in kept] for row in [HEAD, *rows]]
+    kept = [n for n in range(len(head)) if n == 0 or any(row[n] != UNKNOWN for row in rows)]
+    cells = [[row[n] for n in kept] for row in [head, *rows]]
     if pretty:
         from rich import box
         from rich.console import Console
@@ -86,6 +94,42 @@ def _row(host: Host, checked: Checked) -> tuple[str, ...]:
         {True: "shared", False: "its own", None: UNKNOWN}[look["folder"].get("shared")],
         f"{own[0]} ({interface})" if own else UNKNOWN,
     )
+
+
+def _fabric_row(host: Host, checked: Checked) -> tuple[str, ...]:
+    fabric = checked.fabrics.get(host.name, Fabric())
+    network = network_of(fabric)
+    name = checked.met.interfaces.get(host.name, "") if checked.met else ""
+    one = fabric.interface(name)
+    speed = f" {one.speed_mbps / 1000:g} Gb/s" if one is not None and one.speed_mbps else ""
+    return (
+        host.name,
+        LABELS[network] if network else UNKNOWN,
+        _ports(fabric),
+        f"{name}{speed}" or UNKNOWN,
+        _links(fabric, host),
+        fabric.gpudirect or UNKNOWN,
+        fabric.nccl_version or UNKNOWN,
+    )
+
+
+def _ports(fabric: Fabric) -> str:
+    """`8 of 9 up, 400 Gb/s`."""
+    ports = fabric.ports or ()
+    rates = sorted({port.rate_gbps for port in ports if port.up and port.rate_gbps})
+    count = sum(port.up for port in ports)
+    told = f"{count} of {len(ports)} up" if count < len(ports) else f"{count} up"
+    return (
+        ", ".join([told, *([f"{' and '.join(f'{rate:g}' for rate in rates)} Gb/s"] if rates else [])])
+        if ports
+        else UNKNOWN
+    )
+
+
+def _links(fabric: Fabric, host: Host) -> str:
+    """`NVLink (NV18)`, or how PCIe joins the GPUs of the run."""
+    kind, words = links_of(fabric, host.gpus), ", ".join(sorted(set(fabric.among(host.gpus))))
+    return {"nvlink": f"NVLink ({words})", "pcie": f"PCIe ({words})"}.get(kind or "", UNKNOWN)
 
 
 def _gib(space: Mapping[str, Any], field: str) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.planning.consistency import uses_lora
+from launcher.planning.known_bad import NCCL, known_bad
 from launcher.planning.memory import disk_bytes
 from launcher.planning.visible import through_visible
 from launcher.running import probe
@@ -19,7 +20,7 @@ GB = 1e9
 MIB = 2**20
 OLDEST = (3, 10)
 FLASH = ("flash-attn", "flash-attn-3")
-NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
+SCRATCH_BYTES = 16  # of a trained parameter on NVMe: float32 master, two moments and the gradient
 SHM_A_GPU = 32 * MIB  # NCCL's segments between the GPUs of a host
 NSYS = (
     "apt-get install nsight-systems-cli   (from NVIDIA's CUDA repository; the CUDA toolkit has it too)",
@@ -68,6 +69,7 @@ def judge(plan: RunPlan, looks: Looks, reference: Reference) -> list[Finding]:
             found.append(_old_python(plan, host, look))
         else:
             found += [*_software(plan, host, look, reference), *_inputs(host, look, reference), *_started(host, look)]
+            found += [*_known_bad(plan, host, look), *_scratch(plan, host, look)]
             found += [*_folder(plan, host, look), *_gpus(plan, host, look, reference), *_shm(plan, host, look)]
     return [*found, *_versions(plan, looks, reference), *_twice(plan, looks)]
 
@@ -108,6 +110,13 @@ def _software(plan: RunPlan, host: Host, look: Any, reference: Reference) -> Ite
         if where is None:
             reason = f"profile={plan.config.profile.name} needs {name}, and the PATH has none"
             yield Finding(host=host.name, what="profiler", reason=reason, tries=NSYS)
+
+
+def _known_bad(plan: RunPlan, host: Host, look: Any) -> Iterator[Finding]:
+    """Versions with which this run would go wrong, whichever the other hosts have."""
+    for verdict in known_bad(plan, look["versions"], look["executable"]):
+        if not verdict.warning:
+            yield Finding(host=host.name, what="versions", reason=verdict.text, tries=verdict.tries)
 
 
 def _started(host: Host, look: Any) -> Iterator[Finding]:
@@ -178,6 +187,30 @@ def _folder(plan: RunPlan, host: Host, look: Any) -> Iterator[Finding]:
             free = folder["free"] / GB
             reason = f"{free:,.1f} GB are free in {folder['where']}, and checkpoints need about {needed / GB:,.1f} GB"
             yield Finding(host=host.name, what="disk", reason=reason, tries=("run.root=FOLDER on a larger disk",))
+
+
+def nvme_path(plan: RunPlan) -> str | None:
+    """The folder in which DeepSpeed keeps what it offloads to a disk."""
+    zero = plan.deepspeed.get("zero_optimization", {})
+    sections = [zero.get(name) or {} for name in ("offload_optimizer", "offload_param")]
+    return next((str(s["nvme_path"]) for s in sections if s.get("device") == "nvme" and s.get("nvme_path")), None)
+
+
+def _scratch(plan: RunPlan, host: Host, look: Any) -> Iterator[Finding]:
+    path, seen = nvme_path(plan), look.get("scratch")
+    if path is None or not seen:
+        return
+    needed = SCRATCH_BYTES * sum(plan.trainable.values()) * host.slots / plan.world_size
+    tries = ("zero.nvme_path=FOLDER   (on a local disk of every host)", "zero=stage3_offload")
+    if seen.get("failed"):
+        yield Finding(host=host.name, what="nvme folder", reason=f"{path}: {seen['failed']}", tries=tries)
+    elif not seen["writable"]:
+        reason = f"{path} cannot be written: no permission in {seen['where']}"
+        yield Finding(host=host.name, what="nvme folder", reason=reason, tries=tries)
+    elif seen["free"] < needed:
+        free = f"{seen['free'] / GB:,.1f} GB are free in {seen['where']}"
+        reason = f"{free}, and optimizer states take {needed / GB:,.1f} GB"
+        yield Finding(host=host.name, what="nvme folder", reason=reason, tries=tries)
 
 
 def _gpus(plan: RunPlan, host: Host, look: Any, reference: Reference) -> Iterator[Finding]:

@@ -39,6 +39,8 @@ class NodeChannel:
         """Send one message to the program; of an order only that there is one. No environment travels."""
         if isinstance(message.get("hub"), dict):  # a question about a cache, which the follower's own variables name
             message = {**message, "hub": {**message["hub"], "env": {}}}
+        if message.get("do") == "fabric":  # likewise about libraries
+            message = {**message, "env": {}}
         self._say({"order": True} if "argv" in message else {"tell": message})
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from launcher.planning.known_bad import known_bad
 from launcher.running.findings import several
 from launcher.running.machines import GB, MIB, Reference
 from launcher.spec import Host, RunPlan
@@ -21,6 +22,7 @@ def oddities(plan: RunPlan, looks: Looks, reference: Reference) -> list[str]:
     for host in plan.hosts:
         look = looks[host.name]
         found += [*_busy(plan, host, look), *_clock(host, look), *_leftovers(host, look), *_shm(plan, host, look)]
+        found += _bad_versions(plan, host, look)
     return [*found, *_differing(plan, looks), *_weights(plan, looks, reference)]
 
 
@@ -30,17 +32,24 @@ def _busy(plan: RunPlan, host: Host, look: Any) -> Iterator[str]:
         if gpu["index"] not in host.gpus:
             continue
         used = gpu["used"] or 0
-        users = [_user(user) for user in gpu["users"]]
+        users = [user_text(user) for user in gpu["users"]]
         if users or used > IDLE_BYTES:
             whom = f"by {several(users)}" if users else "by somebody who is not seen from there"
             size = f"{used / GB:.1f} GB of {(gpu['total'] or 0) / GB:.0f}"
             yield f"{host.name}: GPU {gpu['index']} is in use, {size}, {whom}"
 
 
-def _user(user: Any) -> str:
+def user_text(user: Any) -> str:
+    """A process on a GPU, and whose it is."""
     size = f", {user['bytes'] / GB:.1f} GB" if user["bytes"] else ""
     owner = f" of {user['user']}" if user["user"] else ""
     return f"{user['name'].rpartition('/')[2]}{owner} (pid {user['pid']}{size})"
+
+
+def _bad_versions(plan: RunPlan, host: Host, look: Any) -> Iterator[str]:
+    for verdict in known_bad(plan, look["versions"], look["executable"]):
+        if verdict.warning:
+            yield f"{host.name}: {verdict.text}: {verdict.tries[0]}"
 
 
 def _clock(host: Host, look: Any) -> Iterator[str]:

@@ -7,10 +7,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from launcher.reporting.foretold import foretold_line
 from launcher.rundir import RunDir, complete_checkpoints, write_json
 from launcher.running.causes import signal_name
 from launcher.running.failures import Failure
-from launcher.running.journal import best_of, eval_scores, evaluations, last_step, short_path
+from launcher.running.journal import JsonTail, best_of, eval_scores, evaluations, last_step, read_quietly, short_path
 from launcher.running.verdict import Tally, Verdict
 
 
@@ -48,7 +49,7 @@ def render_end(run: RunDir, verdict: Verdict, tally: Tally, metric: str, note: s
     if verdict.status == "failed":
         lines = _failure_lines(verdict.failures)
     elif verdict.status == "done":
-        lines = ["done", *eval_table(run, metric)]
+        lines = ["done", *eval_table(run, metric), *(f"  {text}" for text in foretold_lines(run))]
     elif verdict.status == "stopped":
         lines = [f"stopped after step {steps_done(run, tally.statuses)}"]
     else:
@@ -92,6 +93,13 @@ def eval_table(run: RunDir, metric: str) -> list[str]:
         cells = (eval_scores(line).get(name) for line in columns.values())
         rows.append(f"  {name:{width}}" + "".join(f"  {'-' if c is None else format(c, '.4f'):>16}" for c in cells))
     return rows
+
+
+def foretold_lines(run: RunDir) -> list[str]:
+    """What the plan said of memory and time beside what came, in one line; none where nothing can be compared."""
+    steps = [line for line in JsonTail(run.metrics).read() if line.get("kind") == "step"]
+    line = foretold_line(read_quietly(run.plan), steps)
+    return [] if line is None else [line]
 
 
 def resume_command(run: RunDir, checkpoint: Path) -> str:

@@ -11,6 +11,7 @@ from dataclasses import asdict
 
 from launcher.planning.hosts import render_hosts
 from launcher.running.agent import Order, kill_run
+from launcher.running.fabric import deciding
 from launcher.running.folder import without_secrets
 from launcher.running.guard import Guard
 from launcher.running.hello import Message
@@ -21,6 +22,7 @@ from launcher.spec import RunPlan, plan_to_json
 # What a leader may have done here: it looks, and it guides the agent. Nothing that writes a file of its choice.
 TOLD = {
     "probe": ("look", "resolve", "route", "listen", "dial", "end"),
+    "fabric_probe": ("fabric", "end"),
     "agent": ("stop", "fail", "kill", "heard", "alive", "gone", "stacks", "clean"),
     "carry": ("tree", "look", "mark", "unmark", "which", "end"),
 }
@@ -74,9 +76,11 @@ class OwnHost:
             raise ValueError(f"a mark {message.get('name')!r}")
         if self._program == "agent":
             message = {"do": do} if do != "clean" else {"do": do, "run_id": self.plan.run_id}
-        if self._program == "probe" and do == "look":
+        if (do == "look" and self._program == "probe") or do == "fabric":
             path = [entry for entry in self.plan.env.get("PYTHONPATH", "").split(os.pathsep) if entry]
             message = {**message, "cwd": os.getcwd(), "path": path}
+            if do == "fabric":
+                message["env"] = deciding(self.plan.env)
             if isinstance(message.get("hub"), dict):
                 message["hub"] = {**message["hub"], "env": self.plan.env}
         if self._channel is not None:

@@ -35,11 +35,11 @@ class Panel:
         self.silent: dict[str, Silence] = {}
         self.reached_after_s: dict[str, float] = {}  # from the start to the first word
 
-    def start(self, message: Event, connect_s: float) -> dict[str, Any]:
+    def start(self, message: Event, connect_s: float, program: str = "probe") -> dict[str, Any]:
         """Start the probes and ask all the same; host -> value."""
         self._began = time.monotonic()
         for channel in self._channels.values():
-            channel.start("probe")
+            channel.start(program)
         return self._collect(dict.fromkeys(self._channels, message), LOOK_S, connect_s + SLACK_S)
 
     def ask(self, messages: Mapping[str, Event], wait_s: float) -> dict[str, Any]:

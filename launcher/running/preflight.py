@@ -8,22 +8,26 @@ import secrets
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from launcher import datafiles
 from launcher.errors import ConfigError, LauncherError, MachineError, Problem
 from launcher.planning.command import with_port
+from launcher.planning.fabric import Fabric
+from launcher.planning.known_bad import CUDNN
 from launcher.planning.memory import disk_bytes
 from launcher.rundir import COMPLETE, RunDir
 from launcher.running import probe
-from launcher.running.addresses import Met, interface_variables, meet, meet_alone
+from launcher.running.addresses import Met, meet, meet_alone
 from launcher.running.binding import THREADS, bind
 from launcher.running.crew import GiveUp, never
+from launcher.running.fabric import ask_fabrics, join
 from launcher.running.findings import Finding, error_of, sentences
+from launcher.running.fit import fitted
 from launcher.running.folder import names_itself
-from launcher.running.machines import GB, Reference, by_schedulers, compared, judge, modules
+from launcher.running.machines import GB, Reference, by_schedulers, compared, judge, modules, nvme_path
 from launcher.running.nodechannel import NodeChannel
 from launcher.running.oddities import oddities
 from launcher.running.panel import Panel
@@ -46,6 +50,8 @@ class Checked:
     met: Met | None
     reached_after_s: dict[str, float]  # host -> until its first word
     notes: tuple[str, ...] = ()  # what was decided, and why
+    fabrics: Mapping[str, Fabric] = field(default_factory=dict)  # host -> its network and GPU links, on GPU runs
+    nccl: tuple[str, ...] = ()  # how GPUs talk, and each variable for it with its reason
 
 
 def startable(plan: RunPlan) -> None:
@@ -62,22 +68,24 @@ def startable(plan: RunPlan) -> None:
 def preflight(
     plan: RunPlan,
     channels: Mapping[str, Channel | NodeChannel],
-    note: Callable[[str], None] = lambda text: None,
+    note: Callable[[str, str], None] = lambda about, text: None,
     *,
     give_up: GiveUp = never,
 ) -> RunPlan:
     """The plan with what only the hosts could tell filled in: address and port to meet at, interfaces, threads, cores.
 
     Raises ConfigError when the user must change something, else MachineError when machines must be mended; either
-    carries every problem found; Stopped as soon as `give_up` says so. `note` gets the decisions with their reasons.
+    carries every problem found; Stopped as soon as `give_up` says so. `note` gets the decisions with their reasons,
+    each after what it is about: hosts or nccl.
     The channels are as before: another program can be started on them.
     """
     startable(plan)
     checked = check(plan, channels, give_up=give_up)
     if checked.error is not None:
         raise checked.error
-    for text in checked.notes:
-        note(text)
+    for about, texts in (("hosts", checked.notes), ("nccl", checked.nccl)):
+        for text in texts:
+            note(about, text)
     return checked.plan
 
 
@@ -100,18 +108,33 @@ def check(
     looks = _look(plan, panel, channels, reference)
     plan = by_schedulers(plan, looks)
     findings = [*judge(plan, looks, reference), *_offline(plan, looks)]
+    told: tuple[str, ...] = ()
+    well = not panel.silent and all("failed" not in look for look in looks.values())
+    if well:
+        refitted, small = fitted(plan, looks)
+        plan, told, findings = refitted.plan, refitted.notes, [*findings, *small]
     coming = [] if supplied else [finding for finding in findings if finding.comes]
-    findings = [finding for finding in findings if finding not in coming]
-    met = None
-    if not panel.silent and all("failed" not in look for look in looks.values()):
-        met = _meet(plan, panel, looks)
-        findings += met.findings
+    met = _meet(plan, panel, looks) if well else None
     panel.end()
+    fabrics = ask_fabrics(plan, channels, looks, give_up=give_up) if well and plan.device == "cuda" else {}
+    joined = join(plan, fabrics, met.interfaces if met else {})
     silent = [unreachable(plan, host, panel.silent[host.name]) for host in plan.hosts if host.name in panel.silent]
-    error = error_of([*silent, *findings], *edits, *mends, config=bool(edits))
-    notes = tuple(f"{text}: a run sends it" for text in sentences(coming))
-    found = Checked(plan=plan, error=error, looks=looks, met=met, reached_after_s=panel.reached_after_s, notes=notes)
-    return found if met is None or met.port is None else _complete(found, met, reference)
+    findings = [finding for finding in findings if finding not in coming]
+    findings += [*(met.findings if met else ()), *joined.findings]
+    edits += joined.problems
+    found = Checked(
+        plan=plan,
+        error=error_of([*silent, *findings], *edits, *mends, config=bool(edits)),
+        looks=looks,
+        met=met,
+        reached_after_s=panel.reached_after_s,
+        notes=(*told, *(f"{text}: a run sends it" for text in sentences(coming))),
+        fabrics=fabrics,
+        nccl=joined.notes,
+    )
+    if met is None or met.port is None:
+        return found
+    return _complete(dataclasses.replace(found, plan=joined.plan), met, reference)
 
 
 def reach(plan: RunPlan, channels: Mapping[str, Channel | NodeChannel], *, give_up: GiveUp = never) -> dict[str, bool]:
@@ -197,7 +220,7 @@ def _look(
         "cwd": reference.cwd,
         "path": _search_path(plan),
         "modules": modules(plan),
-        "packages": compared(plan),
+        "packages": [*compared(plan), *CUDNN],
         "digest": reference.digest,
         "files": list(reference.marks),
         "programs": ["nsys"] if plan.config.profile.name == "nsys" else [],
@@ -207,6 +230,7 @@ def _look(
         else {"repo": hub, "env": {k: v for k, v in plan.env.items() if k.startswith("HF_H")}},
         "run_dir": plan.run_dir,
         "token": str(token) if apart else None,
+        "scratch": nvme_path(plan),
         "gpus": plan.device == "cuda",
         "words": probe.tried(probe.words_mark) if apart and plan.transport in ("ssh", "pdsh") else None,
     }
@@ -221,7 +245,7 @@ def _look(
 def _meet(plan: RunPlan, panel: Panel, looks: Mapping[str, Any]) -> Met:
     if len(plan.hosts) > 1:
         return meet(plan, panel, looks)
-    return meet_alone(plan, panel, plan.config.cluster.master_addr or "127.0.0.1")
+    return meet_alone(plan, panel, plan.config.cluster.master_addr or "127.0.0.1", looks[plan.hosts[0].name])
 
 
 def _complete(found: Checked, met: Met, reference: Reference) -> Checked:
@@ -232,7 +256,6 @@ def _complete(found: Checked, met: Met, reference: Reference) -> Checked:
     for host in plan.hosts:
         if host.name in threads:
             env[host.name][THREADS] = threads[host.name]
-        env[host.name] |= interface_variables(plan, host, met.interfaces.get(host.name, ""))
     plan = dataclasses.replace(
         with_port(dataclasses.replace(plan, master_addr=met.address), met.port),
         host_env={host: variables for host, variables in env.items() if variables},

@@ -82,6 +82,7 @@ def look(asked: Fields) -> Fields:
         "programs": {name: shutil.which(name, path=asked["search"]) for name in asked["programs"]},
         "hub": None if asked["hub"] is None else tried(hub, asked["hub"]),
         "folder": tried(folder, asked["run_dir"], asked["token"]),
+        "scratch": tried(folder, asked["scratch"], None) if asked.get("scratch") else None,
         "shm": tried(space, "/dev/shm"),
         "memory": tried(memory),
         "processors": tried(processors),

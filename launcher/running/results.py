@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launcher.errors import ConfigError
-from launcher.planning.describe import table
+from launcher.planning.lines import table
 from launcher.reporting.numbers import summarise
 from launcher.reporting.record import Record, read_record
 from launcher.rundir import RunDir

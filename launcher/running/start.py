@@ -85,9 +85,11 @@ class _Run:
 
     def start(self, inbox: queue.Queue[Event], stop: StopSignals, started: Started) -> int:
         """Check, supply, make the folder, start; the exit code once all has ended."""
-        notes: list[str] = []
+        notes: list[tuple[str, str]] = []
         self._supply(lambda: stop.count > 0)
-        self.plan = preflight(self.plan, self.channels, notes.append, give_up=lambda: stop.count > 0)
+        self.plan = preflight(
+            self.plan, self.channels, lambda *note: notes.append(note), give_up=lambda: stop.count > 0
+        )
         if stop.count:
             return stop.exit_code
         with claim(self.plan) as folder:
@@ -154,7 +156,7 @@ class _Run:
         write_files(run, self.plan, config_yaml=self._config_yaml, overrides=self._overrides)
 
 
-def _greeting(plan: RunPlan, run: RunDir, notes: Sequence[str]) -> list[str]:
+def _greeting(plan: RunPlan, run: RunDir, notes: Sequence[tuple[str, str]]) -> list[str]:
     config = plan.config
     steps = "an unknown number of" if plan.batch.total_steps is None else f"{plan.batch.total_steps:,}"
     ranks = f"{plan.world_size} rank{'s' * (plan.world_size > 1)}"
@@ -162,9 +164,9 @@ def _greeting(plan: RunPlan, run: RunDir, notes: Sequence[str]) -> list[str]:
     names = ", ".join(host.name for host in plan.hosts[:3]) + (f" and {others} more" if others > 0 else "")
     return [
         f"run     {short_path(run.path)}",
-        f"plan    {config.model.name}, {config.tune.name} tuning, ZeRO {config.zero.name}, {ranks} on "
+        f"plan    {config.model.name}, {config.tune.name} tuning, ZeRO {plan.zero_name}, {ranks} on "
         f"{names} ({plan.gpu_kind or plan.device}), {steps} steps",
-        *(f"hosts   {note}" for note in notes),
+        *(f"{about:<8}{text}" for about, text in notes),
         *(f"warning: {text}" for text in plan.warnings),
     ]
 

@@ -23,7 +23,7 @@ from launcher.running.journal import (
     read_quietly,
     short_path,
 )
-from launcher.running.outcome import exported, last_checkpoint, resume_command, steps_done
+from launcher.running.outcome import exported, foretold_lines, last_checkpoint, resume_command, steps_done
 from launcher.running.progress import RATE_STEPS, render_numbers, render_scores, render_time
 from launcher.running.restart import restarts_of
 from launcher.running.state import (
@@ -112,6 +112,7 @@ def _details(run: RunDir) -> list[str]:
         lines.append(f"step    {steps_done(run, statuses)}")
     for line in evaluations(run)[-1:]:
         lines.append(f"eval    step {line['step']}: {render_scores(line)}")
+    lines += [f"plan    {text}" for text in foretold_lines(run)]
     lines += host_lines(run, statuses, state, now)
     lines += [f"rank {rank:<2} {_rank_text(statuses[rank], state)}" for rank in _shown_ranks(statuses)]
     lines += [f"saved   {short_path(folder)}" for folder in complete_checkpoints(run)]

@@ -21,7 +21,7 @@ from launcher.running.notify import notify
 from launcher.running.outcome import last_checkpoint, render_end, steps_done, write_outcome
 from launcher.running.pdsh import runner_of
 from launcher.running.progress import make_display
-from launcher.running.restart import Attempt, Restart, decide, note_restart, summary
+from launcher.running.restart import Attempt, Restart, decide, find_relief, note_restart, relief_text, summary
 from launcher.running.stops import StopSignals
 from launcher.running.supervisor import asked_by_file
 from launcher.running.tracking import Tracking
@@ -76,12 +76,16 @@ def supervise(
                 verdict = dataclasses.replace(verdict, exit_code=int(ExitCode.MACHINE))
             _write_outcome(run, verdict, tally, started, metric, len(attempts) + 1, display.say)
             step = steps_done(run, tally.statuses)
-            attempts.append(Attempt(verdict=verdict, step=step, before=before, after=last_checkpoint(run)))
+            relief = find_relief(plan, verdict, run)
+            attempts.append(
+                Attempt(verdict=verdict, step=step, before=before, after=last_checkpoint(run), relief=relief)
+            )
             restart = decide(attempts, most)
             if not isinstance(restart, Restart):
                 break
             note_restart(run, restart, most)
-            display.say(f"{restart.why}: restart {restart.number} of {most} in {restart.wait_s:.0f} s")
+            changed = relief_text(restart.relief)
+            display.say(f"{restart.why}: restart {restart.number} of {most} in {restart.wait_s:.0f} s{changed}")
             if not _wait_out(restart.wait_s, stop, run):
                 restart = "a stop was asked for"
                 break

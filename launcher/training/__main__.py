@@ -4,6 +4,7 @@ train    one rank of the run; the node launcher sets RANK and the other variable
 check    read and check the data; torch is imported with --lengths only
 files    list the data files and the images they name
 evaluate, score, export, golden   a trained model (--weights: a checkpoint or an export) in one process
+speed    measure the GPUs of this machine; takes --out and no plan
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ FINISHED = ("evaluate", "score", "export", "golden")
 
 def main(argv: list[str] | None = None) -> int:
     """Run a verb; the exit code is the process's."""
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["speed"]:
+        from launcher.training.calibrate import main as speed
+
+        take_any_text()
+        return speed(words[1:])
     parser = argparse.ArgumentParser(prog="python -m launcher.training", description=__doc__)
     parser.add_argument("verb", choices=["train", "check", "files", *FINISHED])
     parser.add_argument("--plan", type=Path, required=True, help="plan.json of the run")
@@ -34,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="where the result is written")
     parser.add_argument("--tolerance", type=float, help="golden: allowed difference of a score")
     parser.add_argument("--show", type=int, default=0, help="check: print so many training rows as the model sees them")
-    options = parser.parse_args(argv)
+    options = parser.parse_args(words)
     take_any_text()
     plan = plan_from_json(options.plan.read_text(encoding="utf-8"))
     if options.verb == "check":

@@ -35,10 +35,11 @@ def build_scorer(plan: RunPlan, processor: Any, device: torch.device) -> scoring
     padded = kernel in ("sdpa", "reference")
     language, tower = backbone.language_of(model.model), backbone.tower_of(model.model)
     attention.install(language, tower, kernel, layout_padded=padded, packed=not family.recurrent)
-    tuning.checkpoint_layers(model.model, plan.checkpointed_layers)
     with models.seeded(plan.config.train.seed, device):  # adapters and heads begin equal on every rank
         tuned = tuning.apply_tuning(model, tune, family, dtype)
         head = heads.make_head(plan, model, ids, device)
+    # After peft, which would make embeddings and patches want gradients: a frozen tower would be differentiated.
+    tuning.checkpoint_layers(model.model, plan.checkpointed_layers)
     if adapter is not None:
         warmstart.load_adapter(tuned, adapter, tune, family)
     tower_trains = tower is not None and any(p.requires_grad for p in tower.parameters())
@@ -68,6 +69,9 @@ def make_engine(scorer: scoring.Scorer, plan: RunPlan) -> Any:
     engine, *_ = deepspeed.initialize(
         model=scorer, optimizer=optimizer, model_parameters=trainable, config=plan.deepspeed
     )
+    if torch.cuda.is_initialized():
+        # Flattening leaves holes as large as the weights, which micro-batches do not always fill again.
+        torch.cuda.empty_cache()
     return engine
 
 

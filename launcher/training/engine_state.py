@@ -2,15 +2,15 @@
 
 The only file that reaches into DeepSpeed's optimizers (0.19.8): stage 0 in float32 is a plain torch
 AdamW, stages 1 and 2 (and BF16_Optimizer, stage 1 in bf16) keep one flat partition a group, stage 3
-one a sub-group. Functions named `read_*`, `finish_*` and `full_weights` are collective: all ranks
-call them, in the same order. The optimizer is torch.optim.AdamW, or bitsandbytes' AdamW8bit, whose moments are
-float32 between `prepare` and `finish_reading` or `finish_writing` (four times their usual size).
+one a sub-group, which may lie on a disk between steps. Functions named `read_*`, `finish_*` and `full_weights` are
+collective: all ranks call them, in the same order. The optimizer is torch.optim.AdamW, or bitsandbytes' AdamW8bit,
+whose moments are float32 between `prepare` and `finish_reading` or `finish_writing` (four times their usual size).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,16 +80,17 @@ def prepare(engine: DeepSpeedEngine) -> None:
     """Give Adam its state where it has none yet: torch makes it in the first step, as these zeros."""
     adam = _adam(engine)
     fused = adam.param_groups[0].get("fused")
-    for flat in _flat_masters(engine):
+    for group, flat in enumerate(_flat_masters(engine)):
         if hasattr(adam, "init_state"):
             _unpack(adam, flat)
         elif not adam.state.get(flat):
-            adam.state[flat] = {
-                # Fused kernels want the step beside the parameter, the others want it on the CPU.
-                "step": torch.zeros((), dtype=torch.float32, device=flat.device if fused else "cpu"),
-                "exp_avg": torch.zeros_like(flat, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(flat, requires_grad=False),
-            }
+            with _off_the_disk(engine, group):
+                adam.state[flat] = {
+                    # Fused kernels want the step beside the parameter, the others want it on the CPU.
+                    "step": torch.zeros((), dtype=torch.float32, device=flat.device if fused else "cpu"),
+                    "exp_avg": torch.zeros_like(flat, requires_grad=False),
+                    "exp_avg_sq": torch.zeros_like(flat, requires_grad=False),
+                }
     if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
         # DeepSpeed links parameters with their state once, after the first group's first step: with several groups
         # the others have none yet, and would never be found.
@@ -122,7 +123,8 @@ def finish_writing(engine: DeepSpeedEngine, step: int) -> None:
     if stage == 3:
         optimizer.checkpoint_event_prologue()  # partitions what is gathered, or stale copies would stay in use
         for group in range(len(optimizer.fp16_groups)):
-            optimizer._reassign_or_swap_out_partitioned_parameters(group)
+            with _off_the_disk(engine, group):
+                optimizer._reassign_or_swap_out_partitioned_parameters(group)
         optimizer.checkpoint_event_epilogue()  # gathers the small parameters that stay gathered
     elif stage > 0:
         optimizer.update_lp_params()
@@ -194,6 +196,18 @@ def _flat_masters(engine: DeepSpeedEngine) -> list[Tensor]:
     if engine.zero_optimization_stage() == 3:  # its parameter groups are empty between steps
         return list(engine.optimizer.fp32_partitioned_groups_flat)
     return [p for group in _adam(engine).param_groups for p in group["params"]]
+
+
+@contextmanager
+def _off_the_disk(engine: DeepSpeedEngine, group: int) -> Iterator[None]:
+    """A sub-group's master and moments in memory, where `offload_optimizer` keeps them on NVMe: empty otherwise."""
+    optimizer: Any = engine.optimizer
+    swapped = engine.zero_optimization_stage() == 3 and optimizer._swappable_optimizer_subgroup(group)
+    if swapped:
+        optimizer._optimizer_states_and_gradient_swap_in(group)
+    yield
+    if swapped:
+        optimizer._optimizer_states_and_gradient_swap_out(group)
 
 
 def _own_partition(parameter: Any, value: Tensor) -> Tensor:

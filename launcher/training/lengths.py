@@ -22,6 +22,15 @@ from launcher.families import family_of
 from launcher.prepared import SUMMARY, summary_of
 from launcher.rundir import read_json, write_json
 from launcher.spec import DatasetConfig, RunPlan
+from launcher.training.counts import (
+    PROMPT_COUNTS,
+    ROW_COUNTS,
+    Counts,
+    count_row,
+    join_counts,
+    load_summary,
+    make_counts,
+)
 from launcher.training.losses import loss_of
 from launcher.training.progress import Say
 from launcher.training.rows import Image, Row, too_large
@@ -42,6 +51,7 @@ class Lengths:
     prompts: np.ndarray  # [D] int32: whole lengths, prefix included
     cut: np.ndarray  # [N] int32: prompts that lost the end of their text
     shrunk: np.ndarray  # [N] int32: prompts whose images were scaled down to fit
+    counts: Counts  # media and answers
     unfit: dict[int, str]  # row -> why its prompts can't be made
 
     @cached_property
@@ -71,7 +81,8 @@ def join(parts: Sequence[Lengths]) -> Lengths:
     names = ("prefix", "count", "positives", "prompts", "cut", "shrunk")
     arrays = {name: [getattr(part, name) for part in parts] for name in names}
     empty = np.zeros(0, np.int32)
-    return Lengths(**{name: np.concatenate([empty, *found]) for name, found in arrays.items()}, unfit=unfit)
+    joined = {name: np.concatenate([empty, *found]) for name, found in arrays.items()}
+    return Lengths(**joined, unfit=unfit, counts=join_counts([part.counts for part in parts]))
 
 
 def measure(encoder: Any, rows: Iterable[Row], max_length: int, rule: Any = None) -> Lengths:
@@ -81,6 +92,8 @@ def measure(encoder: Any, rows: Iterable[Row], max_length: int, rule: Any = None
 
     table: list[tuple[int, ...]] = []
     prompts: list[int] = []
+    row_counts: list[tuple[float, ...]] = []
+    prompt_counts: list[tuple[float, ...]] = []
     unfit = {}
     for number, row in enumerate(rows):
         try:
@@ -89,14 +102,19 @@ def measure(encoder: Any, rows: Iterable[Row], max_length: int, rule: Any = None
             named = row.where in str(error)
             unfit[number] = str(error) if named else f"{row.where}: row {row.id}: {error}"
             table.append((0, 0, 0, 0, 0))
+            row_counts.append((0,) * len(ROW_COUNTS))
             continue
         lengths = [len(prompt) for prompt in encoded.prompts]
         prompts += lengths
         shrunk = 0 if rule is None else sum(_is_shrunk(prompt, rule) for prompt in encoded.prompts)
         relevant = sum(label > 0 for label in encoded.labels)
         table.append((encoded.prefix, len(lengths), relevant, lengths.count(max_length), shrunk))
+        of_row, of_prompts = count_row(encoded)
+        row_counts.append(of_row)
+        prompt_counts += of_prompts
     prefix, count, positives, cut, shrunken = np.asarray(table, np.int32).reshape(-1, 5).T
-    return Lengths(prefix, count, positives, np.asarray(prompts, np.int32), cut, shrunken, unfit)
+    counts = make_counts(row_counts, prompt_counts)
+    return Lengths(prefix, count, positives, np.asarray(prompts, np.int32), cut, shrunken, counts, unfit)
 
 
 def _is_shrunk(prompt: Any, rule: Any) -> bool:
@@ -220,7 +238,10 @@ def _write(folder: Path, lengths: Lengths, store: RowStore) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
     columns = {name: pa.array(getattr(lengths, name)) for name in ("prefix", "positives", "cut", "shrunk")}
-    columns["prompts"] = pa.ListArray.from_arrays(pa.array(lengths.starts.astype(np.int32)), pa.array(lengths.prompts))
+    columns |= {name: pa.array(getattr(lengths.counts, name)) for name in ROW_COUNTS}
+    starts, counts = pa.array(lengths.starts.astype(np.int32)), lengths.counts
+    lists = {"prompts": lengths.prompts, **{name: getattr(counts, name) for name in PROMPT_COUNTS}}
+    columns |= {name: pa.ListArray.from_arrays(starts, pa.array(values)) for name, values in lists.items()}
     table = pa.table(columns)
     with pa.OSFile(str(aside / "lengths.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
@@ -234,13 +255,20 @@ def _read(folder: Path) -> Lengths:
     import pyarrow as pa
 
     table = pa.ipc.open_file(pa.memory_map(str(folder / "lengths.arrow"))).read_all().combine_chunks()
-    names = ("prefix", "positives", "cut", "shrunk")
+    names = ("prefix", "positives", "cut", "shrunk", *ROW_COUNTS)
     columns = {name: table[name].to_numpy() for name in names}
-    lists = table["prompts"].combine_chunks()
-    lists = lists.chunk(0) if isinstance(lists, pa.ChunkedArray) else lists
+    lists = {name: _whole(table[name]) for name in ("prompts", *PROMPT_COUNTS)}
     unfit = {int(row): why for row, why in read_json(folder / "unfit.json").items()}
-    count = np.diff(lists.offsets.to_numpy()).astype(np.int32)
-    return Lengths(count=count, prompts=lists.values.to_numpy(), unfit=unfit, **columns)
+    count = np.diff(lists["prompts"].offsets.to_numpy()).astype(np.int32)
+    columns |= {name: found.values.to_numpy() for name, found in lists.items()}
+    counts = Counts(**{name: columns.pop(name) for name in (*ROW_COUNTS, *PROMPT_COUNTS)})
+    return Lengths(count=count, unfit=unfit, counts=counts, **columns)
+
+
+def _whole(column: Any) -> Any:
+    """A table's column of lists as one array."""
+    found = column.combine_chunks()
+    return found.chunk(0) if hasattr(found, "chunk") else found
 
 
 def summary(lengths: Lengths, rows: Sequence[Row]) -> dict[str, Any]:
@@ -262,6 +290,7 @@ def summary(lengths: Lengths, rows: Sequence[Row]) -> dict[str, Any]:
             "p95": int(tokens[len(tokens) * 95 // 100]),
             "longest": {"id": row.id, "where": row.where, "tokens": int(lengths.tokens[longest])},
             "histogram": histogram(tokens),
+            "load": load_summary(lengths),
         }
     return found
 

@@ -23,6 +23,7 @@ from launcher.training.engine import build_scorer, loss_scale, make_engine, opti
 from launcher.training.evaluate import Outputs, score_rows
 from launcher.training.metriclog import MetricLog
 from launcher.training.models import DTYPES
+from launcher.training.outofmemory import MemoryWatch
 from launcher.training.pixels import Pixels
 from launcher.training.prepare import Prepared, agreed, prepare
 from launcher.training.profiling import Profile, make_profile
@@ -46,8 +47,10 @@ def train(plan: RunPlan, run: RunDir, status: RankStatus) -> None:
     # Before the ranks are a group: one of them may work for long, and no time limit runs for the others.
     prepared = {split: prepare(plan, split, status.beat) for split in SPLITS}
     with distributed(plan) as rank:
-        trainer = Trainer.build(plan, run, rank, status, log, prepared)
-        stopped = trainer.fit()
+        memory = MemoryWatch(plan, rank.device)
+        with memory.told():
+            trainer = Trainer.build(plan, run, rank, status, log, prepared, memory)
+            stopped = trainer.fit()
         trainer.engine.destroy()
         if plan.config.checkpoint.export and not stopped and rank.rank == 0:
             log.phase("exporting")
@@ -75,6 +78,7 @@ class Trainer:
     watch: Stopwatch
     profile: Profile
     watched: health.GradientWatch
+    memory: MemoryWatch
     step: int = 0  # optimizer steps done
     best: dict[str, Any] | None = None  # {"step", "value"} of eval.metric
     last_eval: int = -1
@@ -94,6 +98,7 @@ class Trainer:
         status: RankStatus,
         log: MetricLog,
         prepared: dict[str, Prepared],
+        memory: MemoryWatch,
     ) -> Trainer:
         """Load the model, start the engine, and resume when the plan says so."""
         _hold_rows_equal(plan, prepared, rank, log)
@@ -105,6 +110,7 @@ class Trainer:
         log.phase("loading model")
         scorer = build_scorer(plan, processor, rank.device)
         log.phase("starting DeepSpeed")
+        memory.at("starting DeepSpeed")
         rank.gather(None)  # here a slow reader is waited for; DeepSpeed's own NCCL groups give up after 10 minutes
         begun = health.digests(health.trained(scorer), DTYPES[plan.precision])
         watched = health.GradientWatch(scorer, family_of(plan.config.model, plan.arch))
@@ -142,6 +148,7 @@ class Trainer:
             watch,
             profile,
             watched,
+            memory,
         )
         if plan.resume_from is not None:
             trainer._resume(plan.resume_from)
@@ -206,12 +213,12 @@ class Trainer:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = self._learning_rate(group["peak"])
         skipped = int(self.engine.skipped_steps)
-        own_loss = optimizer_step(
-            self.engine, self.plan, self.log.each(share.micro_batches), count, self.rank, self.watch
-        )
+        batches = self.memory.each(self.log.each(share.micro_batches))
+        own_loss = optimizer_step(self.engine, self.plan, batches, count, self.rank, self.watch)
         self.step += 1
         self.units = (self.units or 0.0) + count
-        own = (own_loss, *self.watch.seconds(), share.tokens, *peak_memory_gib(self.rank.device))
+        peaks = (*peak_memory_gib(self.rank.device), self.watch.fullest)
+        own = (own_loss, *self.watch.seconds(), share.tokens, *peaks)
         losses, *rest = zip(*self.rank.table(own), strict=True)
         loss, scale = sum(losses), loss_scale(self.engine)
         fault = self.bad.note(self.step, loss, count, skipped=int(self.engine.skipped_steps) > skipped)
@@ -259,6 +266,7 @@ class Trainer:
         if not self.eval_rows or self.last_eval == self.step:
             return
         self.log.phase("evaluating")
+        self.memory.at("evaluating")
         found = score_rows(self.engine, self.maker, self.eval_rows, self.rank, self.stopping, self.status.beat)
         if found is None:
             return

@@ -44,6 +44,8 @@ def load_model(
         if quantized:
             quantize.quantize_language(model, family, tune, dtype)
             quantize.check_quantized(model, family)
+        if partitioned:
+            _keep_no_gathered_weights(plan)
         return model
     options = quantize.loading_options(family, tune, dtype, device) if quantized else {}
     source = model_source(plan.config.model)
@@ -119,6 +121,18 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
+
+
+def _keep_no_gathered_weights(plan: RunPlan) -> None:
+    """Have linear layers under ZeRO-3 find their weight again in the backward pass, as loading pretrained ones does.
+
+    torch's own keeps a view of it from the forward pass on, and with that every gathered weight. DeepSpeed replaces
+    the function for good when zero.Init is entered (partition_parameters.py, memory_efficient_linear).
+    """
+    import deepspeed
+
+    with deepspeed.zero.Init(config_dict_or_path=plan.deepspeed):
+        pass
 
 
 @contextlib.contextmanager

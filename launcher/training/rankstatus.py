@@ -97,6 +97,7 @@ class RankStatus:
             "message": str(error),
             "traceback": text,
             "exit_code": exit_code,
+            "details": getattr(error, "details", None),
         }
         with contextlib.suppress(OSError):
             self._write()

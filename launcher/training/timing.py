@@ -23,6 +23,8 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self.label: Callable[[str], AbstractContextManager[Any]] = nullcontext  # a profiler's name for what runs inside
         self._on_gpu = device.type == "cuda"
+        self._device, self._peak = device, 0
+        self.fullest = -1  # place in PARTS of the part in which most memory was taken so far; -1: before any step
         self._spans: list[tuple[str, Any, Any]] = []
         self.begin()
 
@@ -43,6 +45,14 @@ class Stopwatch:
             begin = self._now(part)
             yield
             self._spans.append((part, begin, self._now(part)))
+        if self._on_gpu:
+            self._note_peak(part)
+
+    def _note_peak(self, part: str) -> None:
+        """Allocations count when they are asked for, so that the kernels of the part need not be done."""
+        peak = torch.cuda.max_memory_allocated(self._device)
+        if peak > self._peak:
+            self._peak, self.fullest = peak, PARTS.index(part)
 
     def seconds(self) -> list[float]:
         """Seconds of each of PARTS; on CUDA to be called once the step's work is known to be done."""
@@ -67,11 +77,11 @@ def peak_memory_gib(device: torch.device) -> tuple[float, float]:
 
 
 def over_ranks(rows: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Fields of a step line from each rank's seconds of PARTS, tokens, and `peak_memory_gib`.
+    """Fields of a step line from each rank's seconds of PARTS, tokens, `peak_memory_gib`, and `Stopwatch.fullest`.
 
     The longest wait for data is told, since all ranks wait for that one; the other times are means.
     """
-    wait, forward, backward, optimizer, tokens, memory, reserved = zip(*rows, strict=True)
+    wait, forward, backward, optimizer, tokens, memory, reserved, fullest = zip(*rows, strict=True)
     of_ranks: dict[str, list[float]] = {
         f"{part}_s": [round(value, 6) for value in values]
         for part, values in zip(PARTS, (wait, forward, backward, optimizer), strict=True)
@@ -81,5 +91,10 @@ def over_ranks(rows: Sequence[Sequence[float]]) -> dict[str, Any]:
     of_ranks["tokens"] = [int(count) for count in tokens]
     if any(memory):
         of_ranks["memory_gib"] = [round(value, 3) for value in memory]
+        of_ranks["memory_reserved_gib"] = [round(value, 3) for value in reserved]
         fields |= {"memory_gib": max(memory), "memory_reserved_gib": max(reserved)}
-    return {**{name: round(value, 6) for name, value in fields.items()}, "ranks": of_ranks}
+    told: dict[str, Any] = {name: round(value, 6) for name, value in fields.items()}
+    if any(memory):
+        place = int(fullest[memory.index(max(memory))])
+        told["memory_moment"] = "loading" if place < 0 else PARTS[place]
+    return {**told, "ranks": of_ranks}

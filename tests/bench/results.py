@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from launcher.estimates import CONTEXT
 from launcher.rundir import RunDir
 
 GIB = 2**30
@@ -62,7 +63,7 @@ def read_result(name: str, gpus: int, run: RunDir, begun: float, ended: float) -
         result.note = str((outcome.get("first_failure") or {}).get("text") or "")
     if run.plan.is_file():
         plan = json.loads(run.plan.read_text())
-        result.planned_gib = (sum(plan["memory"].values()) - plan["memory"].get("context", 0)) / GIB
+        result.planned_gib = (sum(plan["memory"].values()) - plan["memory"].get(CONTEXT, 0)) / GIB
         result.max_tokens, result.recomputed = plan["batch"]["max_tokens"], plan["checkpointed_layers"]
     lines = {line["step"]: line for line in _lines(run.metrics) if line["kind"] == "step"}  # the last of a step counts
     if lines:

@@ -20,12 +20,15 @@ import torch
 import torch.distributed as dist
 
 from launcher.errors import ConfigError, MachineError
+from launcher.resources import ds_configs_dir
 from launcher.rundir import RunDir, resolve_resume
 from launcher.spec import RunPlan, plan_from_json
 from launcher.training import checkpoint, engine_state
 from launcher.training.rng import get_rng
 
 CASES = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")]
+# Of ds_configs/: (name, precision). Their sharding keys, with the sizes of this small module.
+PRESETS = [(f"stage{stage}_{kind}", "bf16") for stage in (2, 3) for kind in ("offload", "bf16_states")]
 BATCH, WIDTH = 12, 7
 
 
@@ -48,7 +51,7 @@ class Net(torch.nn.Module):
     noisy = False
 
 
-def make_engine(stage: int, precision: str, *, groups: int = 1, noisy: bool = False):
+def make_engine(stage: int, precision: str, *, groups: int = 1, noisy: bool = False, preset: str | None = None):
     torch.manual_seed(0)
     net = Net()
     net.noisy = noisy
@@ -68,6 +71,11 @@ def make_engine(stage: int, precision: str, *, groups: int = 1, noisy: bool = Fa
         config["bf16"] = {"enabled": True}
     if stage > 0:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if preset is not None:
+        shipped = json.loads((ds_configs_dir() / f"{preset}.json").read_text())
+        sizes = {"reduce_bucket_size": 1000, "allgather_bucket_size": 1000, "stage3_param_persistence_threshold": 8}
+        config |= {**shipped, "zero_optimization": {**shipped["zero_optimization"], **sizes}}
+        config["zero_force_ds_cpu_optimizer"] = False
     with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
         engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
     return engine
@@ -174,6 +182,8 @@ def two_ranks(folder: Path, plan: RunPlan) -> dict:
     for stage, precision in CASES:
         name = f"stage{stage}-{precision}"
         results[name] = unbroken(RunDir(folder / name), plan, stage, precision)
+    for preset, precision in PRESETS:
+        results[preset] = unbroken(RunDir(folder / preset), plan, int(preset[5]), precision, preset=preset)
     results["dropout"] = unbroken(RunDir(folder / "dropout"), plan, 2, "fp32", noisy=True)
     results["two_groups"] = unbroken(RunDir(folder / "two_groups"), plan, 3, "fp32", groups=2)
     results["stage2-groups"] = unbroken(RunDir(folder / "stage2-groups"), plan, 2, "fp32", groups=2)
@@ -183,6 +193,12 @@ def two_ranks(folder: Path, plan: RunPlan) -> dict:
     for source, target in ((1, 3), (3, 2), (2, 0), (0, 3)):
         saved = RunDir(folder / f"stage{source}-fp32").checkpoint(3)
         results[f"stage{source}-to-stage{target}"] = moved(RunDir(folder), plan, saved, target, "fp32")
+    for preset, source in (("stage3_offload", "stage2-bf16"), ("stage2_bf16_states", "stage3-bf16")):
+        saved = RunDir(folder / source).checkpoint(3)
+        results[f"{source}-to-{preset}"] = moved(RunDir(folder), plan, saved, int(preset[5]), "bf16", preset=preset)
+    for source in ("stage2_offload", "stage3_bf16_states"):
+        saved = RunDir(folder / source).checkpoint(3)
+        results[f"{source}-to-stage1"] = moved(RunDir(folder), plan, saved, 1, "bf16")
     results["write_error"] = write_error(RunDir(folder / "write_error"), plan)
     results["other_shape"] = other_shape(RunDir(folder), plan, RunDir(folder / "stage2-fp32").checkpoint(3))
     return results

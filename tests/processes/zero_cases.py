@@ -22,6 +22,9 @@ import torch
 from safetensors.torch import save_file
 
 from launcher.families import family_of
+from launcher.planning.facts import TextFile
+from launcher.planning.zero import Trained, finish_zero
+from launcher.planning.zero_lint import Settings
 from launcher.resources import ds_configs_dir
 from launcher.training import processors
 from launcher.training.encoding import make_encoder
@@ -35,6 +38,7 @@ from launcher.training.speeds import ROWS, measured_speeds
 from launcher.training.steps import StepMaker
 from tests.films import film
 from tests.groups import GROUPS, group, picture
+from tests.processes import memory_states
 from tests.tiny import in_family, tiny_arch, tiny_plan
 
 ALL = [one for groups in GROUPS.values() for one in groups]
@@ -80,6 +84,16 @@ MODALITY_CASES: dict[str, tuple[dict[str, Any], int]] = {
 # image and video | image.
 MODALITY_STEPS = [[0, 2], [1, 3], [0, 1], [4, 2]]
 
+# Files of ds_configs/ as a plan finishes them: states in host memory, states in bfloat16.
+PRESET_CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "stage2_offload": ({"preset": "stage2_offload"}, 300),
+    "stage2_offload, lora": ({"preset": "stage2_offload", "tune": LORA}, 300),
+    "stage3_offload": ({"preset": "stage3_offload"}, 300),
+    "stage3_offload, lora, recomputed": ({"preset": "stage3_offload", "tune": LORA, "recompute": True}, 300),
+    "stage2_bf16_states": ({"preset": "stage2_bf16_states", "bf16": True}, 300),
+    "stage3_bf16_states": ({"preset": "stage3_bf16_states", "bf16": True}, 300),
+}
+
 # Rank 1 is slow at what is measured for weight=auto, and gets less; the copy of the weights that hpZ makes.
 RANK_CASES: dict[str, tuple[dict[str, Any], int]] = {
     "a slow rank": ({"measured": True}, 300),
@@ -107,6 +121,7 @@ RUNS = [(name, 2, 1) for name in ONE_RANK] + [
 RUNS += [(name, 3, 2) for name in FAMILY_CASES]
 RUNS += [("lora, weights from files", 3, 1)]  # Z19: nothing to shard over
 RUNS += [(name, stage, 2) for stage in range(4) for name in MODALITY_CASES if stage > 1 or name == "modalities"]
+RUNS += [(name, int(name[5]), 2) for name in PRESET_CASES]
 RUNS += [("a slow rank", 2, 2), ("a copy on the host", 3, 2)]  # the last: its process group stays
 
 
@@ -136,12 +151,12 @@ STAGE_STEPS = [range(8), range(8, 13), range(13, 14)] * 2  # the last of three: 
 STAGE_LR = [0.0] * 3 + [1e-4] * 3  # the first half on the same weights, so that only the arithmetic differs
 
 
-OPTIONS = ("recompute", "files", "bf16", "family", "measured", "hpz")  # what is no key of the configuration
+OPTIONS = ("recompute", "files", "bf16", "family", "measured", "hpz", "preset")  # what is no key of the configuration
 
 
 def make_case(folder: Path, name: str, stage: int, ranks: int) -> Any:
     """The plan of a case."""
-    options, max_tokens = {**CASES, **FAMILY_CASES, **MODALITY_CASES, **RANK_CASES, **GPU_CASES}[name]
+    options, max_tokens = {**CASES, **FAMILY_CASES, **MODALITY_CASES, **RANK_CASES, **PRESET_CASES, **GPU_CASES}[name]
     config = {key: value for key, value in options.items() if key not in OPTIONS}
     if options.get("files"):  # under ZeRO-3 they are sharded while they load
         config["model"] = {"weights": "pretrained", "path": str(folder / BASE)}
@@ -150,6 +165,8 @@ def make_case(folder: Path, name: str, stage: int, ranks: int) -> Any:
         plan = in_family(plan, options["family"])
     if options.get("bf16"):
         plan = in_bf16(plan)
+    if "preset" in options:
+        plan = dataclasses.replace(plan, deepspeed=preset(options["preset"], plan, ranks))
     if options.get("measured"):
         plan = dataclasses.replace(plan, hosts=(dataclasses.replace(plan.hosts[0], weight="auto"),))
     if options.get("hpz"):
@@ -185,6 +202,13 @@ def _modalities(folder: Path) -> list[Group]:
 def steps_for(plan: Any) -> list[list[int]]:
     """Numbers of `rows_for` that each step trains on."""
     return MODALITY_STEPS if plan.config.dataset.train == MODALITIES["train"] else STEPS
+
+
+def preset(name: str, plan: Any, ranks: int) -> dict[str, Any]:
+    """A file of ds_configs/, finished by the planner for a plan of so many ranks."""
+    file = TextFile(path=f"ds_configs/{name}.json", text=(ds_configs_dir() / f"{name}.json").read_text())
+    settings = Settings(world_size=ranks, precision=plan.precision, lr=plan.lr, config=plan.config, slots=(ranks,))
+    return finish_zero(file, None, settings, Trained(parameters=10**6, largest_adapter=1000))[0]
 
 
 def in_bf16(plan: Any) -> Any:
@@ -257,6 +281,8 @@ def run_case(
         found["norm"].append(float(engine.get_global_grad_norm() or 0.0))
         found["micro_batches"].append(len(share.micro_batches))
         found["tokens"].append(rank.gather([batch.tokens for batch in share.micro_batches]))
+    adam = getattr(engine.optimizer, "optimizer", engine.optimizer)  # beneath ZeRO's own
+    found["moments"] = sorted({str(state["exp_avg"].dtype) for state in adam.state.values() if "exp_avg" in state})
     if scored:
         outputs = score_rows(engine, maker, groups[:scored], rank)
         assert outputs is not None
@@ -309,6 +335,8 @@ def main() -> None:
     with distributed(dataclasses.replace(tiny_plan(out, ranks=world), device=device)) as rank:
         patience = rank.cpu_group._get_backend(torch.device("cpu")).options._timeout
         assert patience >= timedelta(minutes=30), patience  # N08: what a rank that reads for long is waited for
+        if cases == "cpu":
+            memory_states.run(out, rank)
         run_all(out, rank, cases, device)
         if cases == "gpu" and world == 2:
             compare_stages(out, rank, device)

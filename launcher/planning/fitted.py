@@ -1,0 +1,33 @@
+"""The few numbers of a step's time that no data sheet tells.
+
+Fitted on seven runs of Qwen3-VL-Reranker-8B and Qwen3-VL-4B on one and two H200s and judged on seven others
+(tests/test_speed.py has both). What ZeRO-3 takes of the host is the least certain: two hosts with the same GPUs
+differed by half in it.
+"""
+
+from __future__ import annotations
+
+# Matrix products: share of the best rate, and the width and rows at which half of that is reached.
+PRODUCTS = 0.926
+HALF_WIDTH, HALF_ROWS = 250.0, 150.0
+# Attention: keys a query has on average at which half of its rate is reached; the backward pass's share of the rate;
+# the tower's (heads of 72 or 80 values are computed as 128); that of padded and masked rows (attention=sdpa).
+HALF_KEYS, ATTENTION_BACKWARD, VISION_ATTENTION, PADDED_ATTENTION = 100.0, 0.65, 0.37, 0.25
+FP32_SLOWDOWN = 12.0  # products in float32, which torch keeps off the tensor cores; H100's data sheet: 67 against 989
+THIN = 1.4  # adapters: traffic of products with a side of a few values, over that of elementwise kernels
+SCATTER_BYTES = 140.0  # a value: gradients of keys that several documents share, added up by atomic operations
+DEQUANTISE_BYTES = 9.6  # a weight and use: 4-bit weights to bf16
+PICTURE_S = 1.5e-6  # a patch: the thread that reads pictures holds Python back, and the GPU waits
+MICRO_STEP_S, STEP_S = 0.039, 0.02  # before the first kernel runs; loss, norm and log of a step
+
+# Kernels that the host calls in a forward pass; the backward pass is called from C++ and has more of them.
+LAYER_KERNELS, ADAPTER_KERNELS, VISION_KERNELS, EXPERT_KERNELS, DELTA_KERNELS = 65, 4, 45, 10, 400
+BACKWARD_KERNELS = 1.3
+# Host time of each tensor that trains: in a backward pass, and in an optimizer step below stage 3 and in it.
+TENSOR_MICRO_S, TENSOR_STEP_S, TENSOR_STEP3_S = 5e-5, 8.2e-5, 1.6e-3
+# ZeRO-3's Python around each module and each module that has weights to gather, and the backward pass's share.
+MODULE_S, GATHER_S, ZERO3_BACKWARD = 3.6e-4, 6.1e-4, 0.515
+
+# Bytes of a trained parameter that pass a GPU's memory: a micro-step's gradient put into its bucket and added to the
+# float32 sum; then norm, clipping, AdamW and the copy into 16 bits.
+GRADIENT_BYTES, OPTIMIZER_BYTES = 14.0, 46.0

@@ -1,0 +1,125 @@
+"""Operations along the sequence, as `operations`: attention by each kernel, and the gated delta rule's products."""
+
+from __future__ import annotations
+
+from launcher.planning.tape.operations import FLOAT, tape_of
+from launcher.planning.tape.recorder import Form, Value, form, plus, times
+
+
+def gather_keys(x: Value, rows: Form) -> Value:
+    """x.index_select(0, index): zeros and a sum into a copy of them for the gradient."""
+    tape, old, columns, width = tape_of(x), x.rows, x.columns, x.width
+
+    def back(g: Value) -> list[Value]:
+        both = [tape.new(old, columns, width) for _ in range(2)]
+        return [both.pop()]
+
+    return tape.record(tape.new(rows, columns, width), [x], back)
+
+
+def flash(q: Value, k: Value, v: Value, heads: int) -> Value:
+    """Flash attention over segments, and the buffers of its backward kernel (pytorch, flash_api.cpp): a float32 sum
+    of the queries' gradient with padded rows and head size, and gradients of keys and values for every query head."""
+    tape = tape_of(q)
+    head = q.columns // heads
+    out, sums = tape.new(q.rows, q.columns, q.width), tape.new(q.rows, heads, FLOAT)
+    rounded = -(-head // 32) * 32 if head <= 128 else -(-head // 64) * 64
+    inside = times(plus(q.rows, form(segments=128)), FLOAT * heads * (1 + rounded))
+    if k.columns != q.columns:
+        inside = plus(inside, times(k.rows, 2 * q.columns * q.width))
+    shapes = [(t.rows, t.columns, t.width) for t in (q, k, v)]
+    wants = [t.needs for t in (q, k, v)]
+
+    def back(g: Value) -> list[Value | None]:
+        found: list[Value | None] = [tape.new(*shape) for shape in shapes]
+        tape.passing(inside)
+        return [value if want else None for value, want in zip(found, wants, strict=True)]
+
+    return tape.record(out, [q, k, v], back, [q, k, v, out, sums])
+
+
+def padded_attention(q: Value, k: Value, v: Value, heads: int, keys: Form) -> Value:
+    """Attention over padded segments by torch's plain formula, which keeps the weight of every pair for each head:
+    no fused kernel takes a mask and shared key heads. An estimate; only float32 on GPUs needs it."""
+    tape, pairs = tape_of(q), form(squares=1)
+    wants, shapes = [t.needs for t in (q, k, v)], [(t.rows, t.columns, t.width) for t in (q, k, v)]
+    columns, width = q.columns, q.width
+    out = tape.new(q.rows, columns, width)
+    padded = [tape.new(rows, columns, width) for rows in (q.rows, keys, keys)]
+    weights = tape.new(pairs, heads, width)
+    tape.passing(times(pairs, heads * width))
+
+    def back(g: Value) -> list[Value | None]:
+        found: list[Value | None] = [tape.new(*shape) for shape in shapes]
+        tape.passing(times(pairs, 2 * heads * width))
+        return [value if want else None for value, want in zip(found, wants, strict=True)]
+
+    return tape.record(out, [q, k, v], back, [*padded, weights])
+
+
+def masked_attention(q: Value, k: Value, v: Value, bias: Form) -> Value:
+    """torch's memory-efficient attention with a mask, which becomes numbers: [documents, 1, longest, longest].
+
+    Its backward kernel sums in float32 (pytorch, mem_eff_attention/kernel_backward.h).
+    """
+    tape = tape_of(q)
+    mask, out = tape.new(bias, 1, q.width), tape.new(q.rows, q.columns, q.width)
+    shapes = [(t.rows, t.columns, t.width) for t in (q, k, v)]
+    wants = [t.needs for t in (q, k, v)]
+    sums = times(q.rows, FLOAT * (q.columns + k.columns + v.columns))
+
+    def back(g: Value) -> list[Value | None]:
+        found: list[Value | None] = [tape.new(*shape) for shape in shapes]
+        tape.passing(sums)
+        return [value if want else None for value, want in zip(found, wants, strict=True)]
+
+    return tape.record(out, [q, k, v], back, [q, k, v, mask, out])
+
+
+def repeat(x: Value, columns: int) -> Value:
+    """Every head several times; the gradients are summed."""
+    tape, rows, own, width = tape_of(x), x.rows, x.columns, x.width
+    return tape.record(tape.new(rows, columns, width), [x], lambda g: [tape.new(rows, own, width)])
+
+
+def product(a: Value, b: Value, columns: int) -> Value:
+    """Products of matrices inside chunks, both factors kept."""
+    tape = tape_of(a)
+    wants, shapes, rows, width = (a.needs, b.needs), ((a.columns,), (b.columns,)), a.rows, a.width
+    back = lambda g: [tape.new(rows, s[0], width) if want else None for want, s in zip(wants, shapes, strict=True)]  # noqa: E731
+    saved = ([b] if a.needs else []) + ([a] if b.needs else [])
+    return tape.record(tape.new(rows, columns, width), [a, b], back, saved)
+
+
+def solved(system: Value, b: Value) -> Value:
+    """A triangular system solved: both its result and itself are kept."""
+    tape, rows, width = tape_of(b), b.rows, b.width
+    out, columns, side = tape.new(rows, b.columns, width), b.columns, system.columns
+
+    def back(g: Value) -> list[Value | None]:
+        of_b = tape.new(rows, columns, width)
+        of_system = [tape.new(rows, side, width) for _ in range(2)]  # a product, and its triangle
+        return [of_system.pop(), of_b]
+
+    return tape.record(out, [system, b], back, [system, out])
+
+
+def scan(values: Value, decayed: Value, query: Value, key: Value, inside: Value, state: int) -> Value:
+    """The loop over chunks of the gated delta rule: the state before each chunk and its new values are kept.
+
+    `state`: numbers of the states, a token. Every chunk's gradient is written into zeros of the whole and added.
+    """
+    tape, rows, width = tape_of(values), values.rows, values.width
+    out = tape.new(rows, values.columns, width)
+    states, fresh = tape.new(rows, state, width), tape.new(rows, values.columns, width)
+    given = (values, decayed, query, key, inside)
+    shapes, columns = [t.columns for t in given], values.columns
+
+    def back(g: Value) -> list[Value | None]:
+        whole = tape.new(rows, columns, width)
+        found: list[Value | None] = [tape.new(rows, n, width) for n in shapes]
+        tape.passing(times(rows, max(shapes) * width))
+        del whole
+        return found
+
+    return tape.record(out, given, back, [*given, states, fresh])

@@ -1,0 +1,127 @@
+"""Seconds of one rank's micro-step: what its GPU computes, by part and pass, and what its host does meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from launcher.estimates import Load
+from launcher.planning import fitted
+from launcher.planning.flops import Passes, flops, reaches_language
+from launcher.planning.links import Sizes
+from launcher.planning.models import lora_modules
+from launcher.planning.rates import LAUNCH_S, Rates
+from launcher.planning.setting import Setting
+from launcher.planning.shapes import weights
+from launcher.planning.traffic import traffic
+
+TERA, GB = 1e12, 1e9
+# Where the elementwise work of a part of `traffic` is shown.
+_SHOWN = {"language": "norms and activations", "adapters": "adapters", "vision": "vision", "head": "head"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """Seconds of a micro-step."""
+
+    gpu: dict[str, Passes]  # by part
+    host: Passes  # the processor's own: kernels called, and ZeRO-3's Python
+    pictures_s: float
+
+    @property
+    def forward_s(self) -> float:
+        """The GPU's forward pass."""
+        return sum(passes.forward for passes in self.gpu.values())
+
+    @property
+    def backward_s(self) -> float:
+        """Its backward pass, what is computed again included."""
+        return sum(passes.backward + passes.again for passes in self.gpu.values())
+
+
+def work(setting: Setting, load: Load, sizes: Sizes, rates: Rates) -> Work:
+    """What a rank's GPU and its host do for one micro-batch."""
+    products = {name: _products(name, passes, setting, load, rates) for name, passes in flops(setting, load).items()}
+    gpu = {
+        "language layers": products.get("language", Passes()),
+        "attention": products.get("attention", Passes()) + _scattered(setting, load, rates),
+        "adapters": products.get("adapters", Passes()),
+        "norms and activations": Passes(),
+        "vision": products.get("vision", Passes()) + products.get("vision attention", Passes()),
+        "head": products.get("head", Passes()),
+        "4-bit weights": _dequantised(setting, rates),
+    }
+    for name, passes in traffic(setting, load).items():
+        gpu[_SHOWN[name]] += passes.times((fitted.THIN if name == "adapters" else 1.0) / (rates.memory_gbs * GB))
+    return Work(
+        gpu={name: passes for name, passes in gpu.items() if passes.total},
+        host=_host(setting, load, sizes, rates),
+        pictures_s=load.patches * fitted.PICTURE_S * _slower(rates),
+    )
+
+
+def _products(name: str, passes: Passes, setting: Setting, load: Load, rates: Rates) -> Passes:
+    """Seconds of a part's FLOPs."""
+    slow = fitted.FP32_SLOWDOWN if setting.precision == "fp32" else 1.0
+    if name in ("attention", "vision attention"):
+        rate, keys = rates.attention_tflops * TERA, load.pairs / load.tokens
+        share = fitted.VISION_ATTENTION if name == "vision attention" else keys / (keys + fitted.HALF_KEYS)
+        if setting.attention in ("sdpa", "reference"):
+            share *= fitted.PADDED_ATTENTION
+        first, then = slow / (rate * share), slow / (rate * share * fitted.ATTENTION_BACKWARD)
+        return Passes(forward=passes.forward * first, backward=passes.backward * then, again=passes.again * then)
+    vision = setting.shape.vision
+    width, rows = (vision.hidden, load.patches) if name == "vision" and vision else (setting.shape.hidden, load.tokens)
+    share = fitted.PRODUCTS * width / (width + fitted.HALF_WIDTH) * rows / (rows + fitted.HALF_ROWS)
+    return passes.times(slow / (rates.matmul_tflops * TERA * share))
+
+
+def _scattered(setting: Setting, load: Load, rates: Rates) -> Passes:
+    """Gradients of the keys and values that the documents of a query share."""
+    if not reaches_language(setting.config.tune):
+        return Passes()
+    values = 2 * load.key_rows * setting.shape.kv_width * len(setting.shape.attending)
+    return Passes(backward=values * fitted.SCATTER_BYTES / (rates.memory_gbs * GB))
+
+
+def _dequantised(setting: Setting, rates: Rates) -> Passes:
+    """4-bit weights, each time that a pass needs them."""
+    shape = setting.shape
+    if setting.config.tune.name != "qlora":
+        return Passes()
+    bytes_once = sum(weights(shape.decoder(n)) for n in range(shape.layers)) * fitted.DEQUANTISE_BYTES
+    once = Passes(forward=bytes_once, backward=bytes_once, again=bytes_once * setting.recomputed)
+    return once.times(1 / (rates.memory_gbs * GB))
+
+
+def _slower(rates: Rates) -> float:
+    """How much slower Python runs on this host than where the constants were fitted."""
+    return rates.launch_s / LAUNCH_S
+
+
+def _host(setting: Setting, load: Load, sizes: Sizes, rates: Rates) -> Passes:
+    """Kernels called, gradients taken by ZeRO, and in stage 3 its Python around every module."""
+    shape, tune, v = setting.shape, setting.config.tune, setting.shape.vision
+    adapters, trains_tower = len(lora_modules(shape, tune)), tune.vision != "frozen"
+    runs_tower = v is not None and (load.patches > 0 or setting.stage == 3 or trains_tower)
+    blocks = v.depth if v is not None and runs_tower else 0
+    each = fitted.LAYER_KERNELS + (shape.experts.count * fitted.EXPERT_KERNELS if shape.experts else 0)
+    deltas = shape.layers - len(shape.attending)
+    language = shape.layers * each + adapters * fitted.ADAPTER_KERNELS + deltas * fitted.DELTA_KERNELS
+    reached, again = reaches_language(tune), setting.recomputed
+    tower = blocks * fitted.VISION_KERNELS
+    called = reached * language + trains_tower * tower
+    repeated = reached * language * again + trains_tower * tower * (again > 0)
+    kernels = Passes(forward=language + tower, backward=fitted.BACKWARD_KERNELS * called, again=repeated)
+    host = kernels.times(rates.launch_s) + Passes(backward=sizes.tensors * fitted.TENSOR_MICRO_S * _slower(rates))
+    return host if setting.stage < 3 else host + _zero3(setting, sizes, adapters, blocks).times(_slower(rates))
+
+
+def _zero3(setting: Setting, sizes: Sizes, adapters: int, blocks: int) -> Passes:
+    """ZeRO-3's Python around every module of the decoder's layers and of `blocks` of the tower."""
+    shape, tune = setting.shape, setting.config.tune
+    # Beside its linear modules a layer has norms, attention, MLP, activation and itself.
+    layers = (shape.layers * (len(shape.decoder(0)) + 8) + 4 * adapters) * fitted.MODULE_S
+    tower = 10 * blocks * fitted.MODULE_S
+    forward = layers + tower + sizes.gathers[0] * fitted.GATHER_S
+    back = layers * reaches_language(tune) + tower * (tune.vision != "frozen") + sizes.gathers[1] * fitted.GATHER_S
+    return Passes(forward=forward, backward=fitted.ZERO3_BACKWARD * back, again=back * setting.recomputed)
