@@ -14,7 +14,8 @@ from launcher.estimates import CONTEXT, FRAGMENTS, Load
 from launcher.planning.memory import disk_bytes, estimate, moments
 from launcher.planning.models import parameter_counts, trainable_counts
 from launcher.planning.setting import Setting
-from launcher.planning.states import States, states, tensors
+from launcher.planning.states import States, states
+from launcher.planning.tensors import tensors
 from tests.planning_support import GIB, gpus, plan, setting_of
 from tests.processes.memory_states import CASES, make
 

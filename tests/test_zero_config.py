@@ -34,6 +34,7 @@ FINE = Combination(
     stage=2, precision="bf16", device="cuda", hosts=2, tune="full", lora=False, dora=False, optim="adamw", lr="1e-05",
     offload="none", offload_param="none", overlap=False, master16="none", states16=False, sums="fp32", hpz=False,
     qwz=False, qgz=False, qnt=False, part=False, superchip=False, zenflow=False, norm=True, elastic=False, autotp=False,
+    long=False,
 )  # fmt: skip
 
 
@@ -288,6 +289,7 @@ COMMANDS = {
     "low precision in stage 0": "zero=stage0",
     "qlora in stage 3": "zero=stage3 tune=qlora",
     "dora in stage 3": "zero=stage3 tune=lora tune.use_dora=true",
+    "8-bit moments of more than 2^31 values": "model=qwen3_vl_8b tune=full optim=adamw8bit gpus=2",
     "quantised gradients in another precision": "zero=zeropp",
     "bf16 masters in another precision": "zero=stage2_bf16_states precision=fp32",
     "tensor parallelism": "zero=autotp",

@@ -1,8 +1,9 @@
 """The few numbers of a step's time that no data sheet tells.
 
 Fitted on seven runs of Qwen3-VL-Reranker-8B and Qwen3-VL-4B on one and two H200s and judged on seven others
-(tests/test_speed.py has both). What ZeRO-3 takes of the host is the least certain: two hosts with the same GPUs
-differed by half in it.
+(tests/bench/speed_runs.py has both), then on 28 of tests/bench/memory.py, foretold before they were made; two constants
+were changed after those (tests/bench/RESULTS.md). What ZeRO-3 takes of the host is the least certain: two hosts with
+the same GPUs differed by half in it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ PRODUCTS = 0.926
 HALF_WIDTH, HALF_ROWS = 250.0, 150.0
 # Attention: keys a query has on average at which half of its rate is reached; the backward pass's share of the rate;
 # the tower's (heads of 72 or 80 values are computed as 128); that of padded and masked rows (attention=sdpa).
-HALF_KEYS, ATTENTION_BACKWARD, VISION_ATTENTION, PADDED_ATTENTION = 100.0, 0.65, 0.37, 0.25
+HALF_KEYS, ATTENTION_BACKWARD, VISION_ATTENTION, PADDED_ATTENTION = 100.0, 0.65, 0.42, 0.25
 FP32_SLOWDOWN = 12.0  # products in float32, which torch keeps off the tensor cores; H100's data sheet: 67 against 989
 THIN = 1.4  # adapters: traffic of products with a side of a few values, over that of elementwise kernels
 SCATTER_BYTES = 140.0  # a value: gradients of keys that several documents share, added up by atomic operations
@@ -29,5 +30,5 @@ TENSOR_MICRO_S, TENSOR_STEP_S, TENSOR_STEP3_S = 5e-5, 8.2e-5, 1.6e-3
 MODULE_S, GATHER_S, ZERO3_BACKWARD = 3.6e-4, 6.1e-4, 0.515
 
 # Bytes of a trained parameter that pass a GPU's memory: a micro-step's gradient put into its bucket and added to the
-# float32 sum; then norm, clipping, AdamW and the copy into 16 bits.
-GRADIENT_BYTES, OPTIMIZER_BYTES = 14.0, 46.0
+# float32 sum, which stage 2 takes many small steps for; then norm, clipping, AdamW and the copy into 16 bits.
+GRADIENT_BYTES, STAGE2_GRADIENT_BYTES, OPTIMIZER_BYTES = 14.0, 80.0, 46.0

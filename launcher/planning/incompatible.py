@@ -49,6 +49,7 @@ class Combination:
     norm: bool  # gradient norms are computed
     elastic: bool
     autotp: bool
+    long: bool  # a rank's part of what trains has more than 2^31 - 1 values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,6 +223,14 @@ ROWS = (
         key="bf16.bf16_optimizer_states",
     ),
     Row(
+        name="8-bit moments of more than 2^31 values",
+        when={"optim": ("adamw8bit",), "stage": (1, 2), "long": (True,)},
+        text="optim=adamw8bit: bitsandbytes counts the values of a tensor in 31 bits, and a rank's part of the weights "
+        "that train is one tensor of more",
+        source="seen on one H200: 'invalid argument' in csrc/ops.cu with 4.0e9 values, bitsandbytes 0.50.2",
+        tries=("optim=adamw", "zero=stage3", "more GPUs"),
+    ),
+    Row(
         name="bf16 states lose updates",
         when={"master16": ("bf16",), "states16": (True,)},
         text="master weights in bfloat16 lose every update smaller than 1/256 to 1/512 of its weight: at a learning "
@@ -349,9 +358,16 @@ class Found:
 
 
 def combination(
-    deepspeed: Mapping[str, Any], config: RunConfig, *, precision: str, device: str, hosts: int, lr: float
+    deepspeed: Mapping[str, Any],
+    config: RunConfig,
+    *,
+    precision: str,
+    device: str,
+    hosts: int,
+    lr: float,
+    own_values: int,
 ) -> Combination:
-    """The values that the rows look at; `deepspeed` is a whole configuration."""
+    """The values that the rows look at; `deepspeed` is a whole configuration, `own_values` train on one rank."""
     zero = deepspeed[ZERO]
     states, weights = zero.get("offload_optimizer") or {}, zero.get("offload_param") or {}
     bf16, fp16 = deepspeed.get("bf16", {}), deepspeed.get("fp16", {})
@@ -384,6 +400,7 @@ def combination(
         norm=zero.get("compute_grad_norm", True) is not False,
         elastic=bool(zero.get("elastic_checkpoint")),
         autotp=deepspeed.get("tensor_parallel", {}).get("autotp_size", 0) not in (0, 1),
+        long=own_values > 2**31 - 1,
     )
 
 

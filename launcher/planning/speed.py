@@ -143,7 +143,8 @@ def _parts(
     """Seconds by part of the whole step. Scores that attention kernels compute again stay with attention."""
     n, slower, memory = micro_steps, rates.launch_s / LAUNCH_S, 1 / (rates.memory_gbs * GB)
     own = sizes.trained / setting.world if setting.stage else sizes.trained
-    optimizer = n * fitted.GRADIENT_BYTES * sizes.trained * memory
+    gradient = fitted.STAGE2_GRADIENT_BYTES if setting.stage == 2 else fitted.GRADIENT_BYTES
+    optimizer = n * gradient * sizes.trained * memory
     if not moved.cpu_step_s:
         optimizer += fitted.OPTIMIZER_BYTES * own * memory
     waits = n * (sum(p.network_s for p in phases) + moved.first_gather_s) + moved.reduce_step_s + moved.gather_step_s

@@ -53,7 +53,7 @@ def finish_zero(
     merged = {**base, **own, "zero_optimization": zero}
     for name in ("bf16", "fp16", "data_types"):
         merged[name] = {**base.get(name, {}), **own.get(name, {})}
-    found = incompatible.judge(_combination(merged, settings), where)
+    found = incompatible.judge(_combination(merged, settings, trained), where)
     problems = [*([] if linter is None else linter.problems), *found.problems]
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
@@ -78,7 +78,7 @@ def _sets(own: dict[str, Any], key: str) -> bool:
     return True
 
 
-def _combination(merged: dict[str, Any], settings: Settings) -> incompatible.Combination:
+def _combination(merged: dict[str, Any], settings: Settings, trained: Trained) -> incompatible.Combination:
     return incompatible.combination(
         merged,
         settings.config,
@@ -86,6 +86,7 @@ def _combination(merged: dict[str, Any], settings: Settings) -> incompatible.Com
         device=settings.device,
         hosts=max(1, len(settings.slots)),
         lr=settings.lr,
+        own_values=trained.parameters // settings.world_size,
     )
 
 
