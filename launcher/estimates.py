@@ -110,6 +110,7 @@ class Scale:
     zero: str
     fits: bool
     gpu_bytes: int
+    host_bytes: int = 0  # main memory of a host
     step_s: float | None
     epoch_hours: float | None  # None while rows are not counted
     epoch_gpu_hours: float | None

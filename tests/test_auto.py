@@ -207,7 +207,7 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
         attempt.startswith("tune=lora zero=auto memory.gradient_checkpointing=auto") for attempt in problem.tries
     )
     count = next(attempt for attempt in problem.tries if attempt.startswith(("gpus=", "nodes=")))
-    made = plan(*FULL, *count.split(), "cluster.gpu=a100_80g")  # what is told to type works
+    made = plan(*FULL, *count.partition("   ")[0].split(), "cluster.gpu=a100_80g")  # what is told to type works
     assert not any(text.startswith("memory:") for text in made.warnings)
 
 
@@ -215,8 +215,9 @@ def test_main_memory_is_the_last_resort() -> None:
     made = plan(*FULL, "zero=auto", "gpus=1", "cluster.gpu=h200")
     assert made.zero_name in ("stage2_offload", "stage3_offload")
     (text,) = [text for text in made.warnings if text.startswith("memory:")]
-    assert "the smallest number of such GPUs that fits is 2, with zero=stage2" in text
-    assert plan(*FULL, "zero=auto", "gpus=2", "cluster.gpu=h200").zero_name == "stage2"
+    two = plan(*FULL, "zero=auto", "gpus=2", "cluster.gpu=h200").zero_name
+    assert "offload" not in two
+    assert "the smallest number of such GPUs that fits is 2, with zero=stage" in text
 
 
 def test_what_is_typed_stays_and_what_to_type_instead_fits() -> None:
@@ -227,6 +228,50 @@ def test_what_is_typed_stays_and_what_to_type_instead_fits() -> None:
     assert first.startswith("memory.gradient_checkpointing=auto")
     kept = [] if "max_tokens" in first else ["batch.max_tokens=32768"]
     assert plan(*FULL, *first.split(), *kept, *words).choices[0].fits
+
+
+def retyped(words: tuple[str, ...], attempt: str) -> RunPlan:
+    """The plan of a command line once a `try` line has been typed behind it."""
+    typed = attempt.partition("   ")[0].split()
+    names = {word.partition("=")[0] for word in typed}
+    return plan(*(word for word in words if word.partition("=")[0] not in names), *typed)
+
+
+@pytest.mark.parametrize(
+    ("words", "attempts"),
+    [
+        (  # parts that were typed stay, unless they are typed anew
+            ("tune=full", "tune.vision=full", "zero=stage2", "cluster.gpu=l4", "gpus=4"),
+            ("zero=auto", "nodes=2 gpus=8 zero=auto", "tune=lora tune.vision=frozen", "tune=qlora tune.vision=frozen"),
+        ),
+        (("batch.max_tokens=99999999", "cluster.gpu=h200"), ("batch.max_tokens=auto   (stage2", "tune=qlora")),
+        (
+            ("memory.headroom=0.99", "batch.max_tokens=99999999", "cluster.gpu=h100"),
+            ("memory.headroom=0.05 zero=auto",),
+        ),
+        (("dataset.max_length=9999999", "cluster.gpu=h200"), ("dataset.max_length=",)),
+        (  # of which stage 3 knows nothing
+            ("tune.use_dora=true", "dataset.max_length=1024", "cluster.gpu=v100_16g", "gpus=8", "precision=fp16"),
+            ("tune=lora tune.use_dora=false",),
+        ),
+    ],
+    ids=["parts", "tokens", "headroom", "length", "dora"],
+)
+def test_each_way_out_is_one(words: tuple[str, ...], attempts: tuple[str, ...]) -> None:
+    words = ("model=qwen3_vl_8b", *ROWS, *words)
+    with pytest.raises(ConfigError) as caught:
+        plan(*words)
+    (problem,) = caught.value.problems
+    assert len(problem.tries) == len(attempts)
+    for attempt, begins in zip(problem.tries, attempts, strict=True):
+        assert attempt.startswith(begins)
+        assert retyped(words, attempt).choices[0].fits
+
+
+def test_where_nothing_helps_that_is_told() -> None:
+    words = ("model=qwen3_vl_235b_a22b", *ROWS, "cluster.gpu=t4", "gpus=1", "attention=sdpa", "memory.headroom=0.9")
+    with pytest.raises(ConfigError, match="fits on no number of such GPUs up to 64\n +try  GPUs with more memory"):
+        plan(*words)
 
 
 def test_an_assumed_kind_of_gpu_refuses_nothing() -> None:
@@ -253,6 +298,51 @@ def test_main_memory_counts_too() -> None:
     plan(*words, gpus=gpus(1), ram_bytes=needed)
     with pytest.raises(ConfigError, match="of main memory are needed for 1 rank of a host"):
         plan(*words, gpus=gpus(1), ram_bytes=needed - 1)
+
+
+def test_ranks_of_a_host_share_the_pages_of_mapped_weights() -> None:
+    """8B on four GPUs of 24 GB in a machine with 64 GiB; float32 is converted, by each rank for itself."""
+    made = plan(*EIGHT, gpus=gpus(4, "NVIDIA GeForce RTX 4090", 24, (8, 9)), ram_bytes=64 * GIB)
+    assert sum(made.host_memory.values()) < 32 * GIB
+    with pytest.raises(ConfigError, match=r"GiB of it for loading.*\n +try  zero=stage3 "):
+        plan(*EIGHT, "precision=fp32", gpus=gpus(4), ram_bytes=64 * GIB)
+
+
+def test_a_host_too_small_for_the_export_trains_without_it() -> None:
+    machine = {"gpus": gpus(1, "NVIDIA GeForce RTX 4090", 24, (8, 9)), "ram_bytes": 16 * GIB}
+    with pytest.raises(ConfigError, match="try  checkpoint.export=false"):
+        plan(*EIGHT, "tune=qlora", **machine)
+    plan(*EIGHT, "tune=qlora", "checkpoint.export=false", **machine)
+
+
+def test_an_adapter_alone_needs_little_disk() -> None:
+    words, free = ("model=qwen2_5_72b", *ROWS, "zero=auto"), {"gpus": gpus(8), "disk_free_bytes": 50 * GIB}
+    with pytest.raises(ConfigError, match="try  checkpoint.export=false"):
+        plan(*words, **free)
+    assert plan(*words, "checkpoint.merge=false", **free).disk["export"] < GIB
+
+
+def test_micro_batches_below_the_longest_prompt_are_told() -> None:
+    told = "batch.max_tokens=64 is below dataset.max_length=4096"
+    assert any(told in text for text in plan(*EIGHT, "batch.max_tokens=64", gpus=gpus(1)).warnings)
+
+
+def test_main_memory_of_unseen_cpu_hosts_is_no_gpu() -> None:
+    made = plan(*EIGHT, "zero=auto", "env.set.DS_ACCELERATOR=cpu", ram_bytes=None)
+    assert (made.device, made.zero_name) == ("cpu", "stage2")
+    assert not any(text.startswith("memory:") for text in made.warnings)
+
+
+def test_the_kind_that_is_typed_is_planned_for() -> None:
+    here = {"gpus": gpus(1, "NVIDIA GeForce RTX 4090", 24, (8, 9))}
+    made = plan(*EIGHT, "cluster.gpu=h200", **here)
+    assert (made.gpu_kind, made.memory_capacity) == ("h200", 140 * GIB)
+    assert any("this machine has NVIDIA GeForce RTX 4090" in text for text in made.warnings)
+    by_hand = plan(*EIGHT, "cluster.transport=manual", "nodes=2", "gpus=4", "cluster.gpu=l4")
+    assert (by_hand.device, by_hand.world_size) == ("cuda", 8)
+    assert any(
+        "cluster.gpu=l4 has no effect" in text for text in plan("cluster.transport=local", "cluster.gpu=l4").warnings
+    )
 
 
 def seen(host: str = "localhost", index: int = 0, used: float = 0.0, **other: Any) -> SeenGpu:
@@ -298,7 +388,7 @@ def test_what_is_fixed_and_no_longer_fits_is_an_error() -> None:
 def test_gpus_of_other_hosts_are_known_once_they_are_seen() -> None:
     words = (*EIGHT, "zero=auto", "nodes=2")
     made = plan(*words)
-    t4 = {"name": "Tesla T4", "total_bytes": int(14.7 * GIB)}
+    t4: dict[str, Any] = {"name": "Tesla T4", "total_bytes": int(14.7 * GIB)}
     found = refitted(made, *(seen(host.name, n, **t4) for host in made.hosts for n in host.gpus))
     assert found.plan.gpu_kind == "Tesla T4"
     assert (made.precision, found.plan.precision) == ("bf16", "fp16")
@@ -309,6 +399,16 @@ def test_gpus_of_other_hosts_are_known_once_they_are_seen() -> None:
     assert not any(text.startswith("memory:") for text in roomy.plan.warnings)
     assert {host for host, _, _ in roomy.problems} == {host.name for host in made.hosts}
     assert all("GiB of main memory are needed for 8 ranks" in problem.text for _, problem, _ in roomy.problems)
+
+
+def test_the_oldest_gpu_decides_the_number_format() -> None:
+    """Though another has less memory; what was planned for cluster.gpu=KIND is no other."""
+    made = plan(*EIGHT, "zero=auto", "nodes=2", "gpus=1", "cluster.gpu=a10")
+    small: dict[str, Any] = {"name": "NVIDIA A10", "total_bytes": int(22.5 * GIB)}
+    old: dict[str, Any] = {"name": "Tesla V100-SXM2-32GB", "total_bytes": int(31.7 * GIB)}
+    found = refitted(made, seen("node1", **small), seen("node2", **old))
+    assert (made.precision, found.plan.precision) == ("bf16", "fp16")
+    assert found.plan.precision_reason == "Tesla V100-SXM2-32GB of node2"
 
 
 def test_probes_tell_the_planner() -> None:

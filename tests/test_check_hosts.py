@@ -121,7 +121,7 @@ def test_other_versions_other_code_and_missing_data_are_named(hosts: Cluster) ->
     done = check(hosts, *data, path=path)
     assert done.returncode == 3, done.stderr
     text = done.stderr
-    assert text.startswith("2 problems"), text
+    assert text.startswith("3 problems"), text  # too old for the trainer, and not as here
     assert "n2  versions  torch 0.1, but" in text and "on this machine, n1" in text
     assert "n2  code      the launcher in /srv/private/site/launcher is not the one here: spec.py differs" in text
     comes = "n2: dataset.train=/srv/private/rows.jsonl: no such file or directory: a run sends it"

@@ -29,6 +29,7 @@ TWO = Scene(hosts=2)
 NVLINK = dataclasses.replace(TWO, nvlink=True)
 PCIE = dataclasses.replace(TWO, nvlink=False)
 RDMA = dataclasses.replace(TWO, rdma=True)
+EFA = dataclasses.replace(RDMA, efa=True)
 NO_RDMA = dataclasses.replace(TWO, rdma=False)
 OLD = dataclasses.replace(TWO, nccl=(2, 20, 5))
 ETHS = dataclasses.replace(TWO, interfaces=("eth1", "eth10"), devices=("mlx5_1", "mlx5_10"))
@@ -49,11 +50,15 @@ TABLE: list[tuple[str, Scene, str, str]] = [
     ("NCCL_PROTO=Simple", TWO, "warning: keeps NCCL from choosing", "unset NCCL_PROTO"),
     ("NCCL_PROTO=^LL128", TWO, "warning: keeps NCCL from choosing", "unset NCCL_PROTO"),
     ("NCCL_PROTO=LL128", TWO, "error: forces LL128", "unset NCCL_PROTO"),
+    ("NCCL_PROTO=^LL,Simple", TWO, "error: forces LL128", "unset NCCL_PROTO"),
+    ("NCCL_PROTO=Simple,LL128", TWO, "warning: names LL128", "unset NCCL_PROTO"),  # GCP's own profile
+    ("NCCL_PROTO=LL,LL128,Simple", PCIE, "error: forces LL128", "unset NCCL_PROTO"),
     ("NCCL_PROTO=fast", TWO, "error: is nothing that NCCL can read", "'env.set.NCCL_PROTO=^LL128'"),
     ("NCCL_P2P_DISABLE=1", NVLINK, "error: sends what NVLink", "unset NCCL_P2P_DISABLE"),
     ("NCCL_SHM_DISABLE=1", PCIE, "warning: is for hosts where", "unset NCCL_SHM_DISABLE"),
     ("NCCL_P2P_DISABLE=0", NVLINK, "", ""),
     ("NCCL_IB_DISABLE=1", RDMA, "error: turns off the InfiniBand", "unset NCCL_IB_DISABLE"),
+    ("NCCL_IB_DISABLE=1", EFA, "", ""),
     ("NCCL_IB_DISABLE=1", TWO, "warning: turns off InfiniBand", "env.set.NCCL_IB_DISABLE=0"),
     ("NCCL_IB_DISABLE=1", NO_RDMA, "", ""),
     ("NCCL_IB_DISABLE=1", Scene(hosts=1, rdma=True), "", ""),
@@ -167,9 +172,10 @@ def test_lists_of_algorithms_are_read_as_nccl_reads_them(first: str, tree: str) 
 
     assert parsed(first.upper(), ALGORITHMS) == {"": meant(first)}
     assert parsed(f"{first};AllReduce:{tree}", ALGORITHMS) == {"": meant(first), "allreduce": meant(tree)}
-    for bad in (f"{first};{tree}", f"{first};all:{tree}", f"{first},,ring", ""):
+    for bad in (f"{first};{tree}", f"{first};all:{tree}", f"{first}, ring", "", ","):
         with pytest.raises(ValueError, match="is no|has no"):
             parsed(bad, ALGORITHMS)
+    assert parsed(f"{first},;", ALGORITHMS) == {"": meant(first)}  # strtok passes over what is empty
 
 
 def test_a_run_stops_before_it_starts_unless_forced() -> None:

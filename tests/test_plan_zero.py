@@ -16,7 +16,6 @@ from launcher.planning.zero_keys import (
     BF16_KEYS,
     FP16_KEYS,
     FP16_ONLY,
-    OFFLOAD_KEYS,
     OWNED_KEYS,
     PASSED_KEYS,
     ZERO_KEYS,
@@ -155,7 +154,6 @@ def test_a_copy_of_the_weights_for_each_host() -> None:
         ("stage3_hpz", None, (1, 1), "every host has one"),
         ("stage3", 3, (2, 2), "zero_hpz_partition_size is 3, which does not divide 4 ranks"),
         ("stage3", 8, (2, 2), "zero_hpz_partition_size is 8, which does not divide 4 ranks"),
-        ("stage3", 1.5, (2, 2), "must be a whole number of at least 1"),
         ("stage2", 2, (2, 2), "no effect below stage 3"),
     ],
 )
@@ -169,10 +167,6 @@ def test_copies_that_cannot_be(name: str, size: Any, slots: tuple[int, ...], tex
 def test_known_keys_are_those_of_deepspeed() -> None:
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from deepspeed.runtime.zero.offload_config import (
-        DeepSpeedZeroOffloadOptimizerConfig,
-        DeepSpeedZeroOffloadParamConfig,
-    )
 
     zero = {field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()}
     deprecated = {
@@ -186,8 +180,6 @@ def test_known_keys_are_those_of_deepspeed() -> None:
     assert set(BF16_KEYS) == set(DeepSpeedBF16Config.model_fields)
     assert set(FP16_KEYS) == set(DeepSpeedFP16Config.model_fields)
     assert set(FP16_ONLY) <= set(FP16_KEYS) - set(BF16_KEYS)
-    offload = {*DeepSpeedZeroOffloadOptimizerConfig.model_fields, *DeepSpeedZeroOffloadParamConfig.model_fields}
-    assert set(OFFLOAD_KEYS) == offload
     assert not set(PASSED_KEYS) & set(OWNED_KEYS)
 
 
@@ -245,7 +237,8 @@ def test_auto_is_resolved_and_said() -> None:
     assert config["bf16"] == {"enabled": True}
     zero = config["zero_optimization"]
     assert (zero["stage"], zero["reduce_bucket_size"], zero["sub_group_size"]) == (3, 200_000_000, 10**8)
-    assert any(n.startswith("zero_optimization.reduce_bucket_size: auto") for n in notices)
+    replaced = "zero_optimization.reduce_bucket_size, bf16.enabled, fp16.enabled"
+    assert f"my.json: auto is replaced by the launcher's value: gradient_clipping, {replaced}" in notices
     from deepspeed.runtime.config import DeepSpeedConfig
 
     DeepSpeedConfig(json.loads(json.dumps(config)))
@@ -281,7 +274,6 @@ def test_the_stage_comes_from_the_group_when_the_file_has_none() -> None:
         ({"fp16": {"loss_scal": 0}}, "unknown key loss_scal in fp16; did you mean loss_scale?"),
         ({"zero_optimization": True}, "zero_optimization is true, but must be an object"),
         ({"zero_optimization": {"stage": 4}}, "stage is 4, but must be 0, 1, 2 or 3"),
-        ({"zero_optimization": {"stage": 1, "overlap_comm": True}}, "overlap_comm fails in stage 1"),
         ({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 8}}, "no effect below stage 3"),
         ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "5e8"}}, 'is the text "5e8", but must be a number'),
         ({"zero_optimization": {"stage": 0}}, "zero stage 0 in bf16"),

@@ -325,6 +325,15 @@ def test_the_part_that_was_underestimated_is_named() -> None:
         "restart.max=2",
     ):
         assert words in error.render()
+    autos = dataclasses.replace(
+        tight.config,
+        zero=dataclasses.replace(tight.config.zero, name="auto"),
+        batch=dataclasses.replace(tight.config.batch, max_tokens="auto"),
+    )
+    full = dataclasses.replace(tight, config=autos, checkpointed_layers=tight.arch["text_config"]["num_hidden_layers"])
+    again = explain(full, "micro-batch 2 of a step", 10833, Seen(**{name: size * GIB for name, size in seen.items()}))
+    assert again.problems[0].tries[0].startswith("batch.max_tokens=")
+    assert again.problems[0].tries[1].startswith("memory.headroom=0.15 ")  # all else is as advised already
     assert causes.of_error("GpuMemoryError", str(error), 4).name == "gpu_memory"
     early = explain(
         tight, "loading the model", 0, Seen(**{n: s * GIB for n, s in seen.items() if n != "states"}, states=None)

@@ -20,6 +20,7 @@ from launcher.planning.facts import TextFile
 from launcher.planning.hjson_file import read_hjson
 from launcher.planning.incompatible import ROWS, Combination
 from launcher.planning.zero_keys import PASSED_KEYS, REFUSED_KEYS, UNUSED_KEYS
+from launcher.planning.zero_kinds import KINDS
 from launcher.planning.zero_old import REMOVED
 from launcher.resources import conf_dir, ds_configs_dir
 from launcher.running.facts import gather_facts
@@ -113,7 +114,7 @@ def test_d08_a_key_that_stands_twice_is_named_with_its_second_line() -> None:
 
 
 def test_problems_name_the_line_of_their_key() -> None:
-    user = '{"zero_optimization": {\n  "stage": 1,\n\n "offload_param": {"device": "cpu"},\n  "overlap_comm": true\n }}'
+    user = '{"zero_optimization": {\n  "stage": 1,\n\n "offload_param": {"device": "cpu"},\n  "zenflow": {}\n }}'
     with pytest.raises(ConfigError) as caught:
         finish("stage2", user)
     assert sorted(p.where for p in caught.value.problems) == ["my.json:4", "my.json:5"]
@@ -177,6 +178,114 @@ def test_d02_d04_files_for_other_trainers_pass_with_notices(file: Any) -> None:
         assert any("overlap_comm in stage 2 has given NaN" in notice for notice in notices)  # D18
 
 
+def test_files_of_documentation_and_other_trainers_are_no_false_alarm() -> None:
+    aio = {"block_size": 262144, "queue_depth": 32, "thread_count": 1, "single_submit": False, "overlap_events": True}
+    offload = {"device": "nvme", "nvme_path": "/nvme", "pin_memory": True, "buffer_count": 4, "fast_init": False}
+    user = {
+        "zero_optimization": {"stage": 3, "offload_optimizer": offload, "sub_group_size": 1e14},
+        "aio": aio,
+        "amp": {"enabled": "auto", "opt_level": "auto"},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"last_batch_iteration": -1, "total_num_steps": "auto"}},
+    }
+    config, notices = finish("stage3", user)
+    assert config["aio"]["intra_op_parallelism"] == 1 and "thread_count" not in config["aio"]
+    assert "my.json: aio.thread_count is called aio.intra_op_parallelism now, and is read as that" in notices
+    config, notices = finish("stage1", {"zero_optimization": {"stage": 1, "overlap_comm": True}})
+    assert config["zero_optimization"]["overlap_comm"] is False
+    assert any("overlap_comm is switched off: in stage 1" in notice for notice in notices)
+    empty = {"device": "cpu", "nvme_path": None}
+    user = {"zero_optimization": {"stage": 3, "offload_optimizer": empty, "overlap_comm": None}, "fp16": None}
+    config, notices = finish("stage3", user)
+    assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu"} and notices == []
+    assert config["zero_optimization"]["overlap_comm"] is True
+
+
+def _classes() -> dict[str, Any]:
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero import offload_config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
+
+    return {
+        "zero_optimization": DeepSpeedZeroConfig,
+        "zero_optimization.offload_optimizer": offload_config.DeepSpeedZeroOffloadOptimizerConfig,
+        "zero_optimization.offload_param": offload_config.DeepSpeedZeroOffloadParamConfig,
+        "zero_optimization.leaf_module": DeepSpeedZeroLeafModuleConfig,
+        "bf16": DeepSpeedBF16Config,
+        "fp16": DeepSpeedFP16Config,
+        "comms_logger": CommsLoggerConfig,
+        "tensorboard": TensorBoardConfig,
+        "csv_monitor": CSVConfig,
+        "wandb": WandbConfig,
+        "comet": CometConfig,
+    }
+
+
+def test_kinds_of_values_are_those_of_deepspeed() -> None:
+    """Each section has the keys of its class, and a value that fits here is one that the class takes."""
+    values = [True, False, 0, 1, 0.5, 7.0, 2**63, 1e30, -1, "cpu", "none", "x", [], ["x"], {}, {"device": "cpu"}]
+    classes = _classes()
+    assert set(KINDS) - set(classes) == {"", "aio", "flops_profiler"}  # read by hand
+    for section, theirs in classes.items():
+        if section != "zero_optimization":
+            assert set(KINDS[section]) == set(theirs.model_fields), section
+        for key, kind in KINDS[section].items():
+            fitting = [value for value in values if kind.fits(value)]
+            assert fitting and len(fitting) < len(values), (section, key)
+            for value in fitting:
+                if not isinstance(value, dict):
+                    beside: dict[str, Any] = {"enabled": True} if "enabled" in KINDS[section] else {}
+                    beside |= {"stage": 2} if section == "zero_optimization" else {}
+                    theirs(**{**beside, key: value})
+            assert "..." in kind.example or kind.fits(json.loads(kind.example))
+
+
+@pytest.mark.parametrize("section", [section for section in KINDS if section])
+def test_wrong_kinds_are_told_wherever_they_stand_and_stop_nothing(section: str) -> None:
+    """D07, D13, D15: no value reaches arithmetic or DeepSpeed that neither can read."""
+    for key, kind in KINDS[section].items():
+        for value in ("many", "5e8", -2.5, {"a": 1}, [1], True, [[]]):
+            if kind.fits(value) or (section, key) == ("zero_optimization", "stage"):
+                continue
+            user: Any = {key: value}
+            for name in reversed(section.split(".")):
+                user = {name: user}
+            user.setdefault("zero_optimization", {}).setdefault("stage", 3)
+            with pytest.raises(ConfigError) as caught:
+                finish("stage3", user)
+            assert any(f"{key} is " in problem.text for problem in caught.value.problems), (key, value)
+
+
+def test_an_open_path_of_a_users_file_is_the_launchers_key() -> None:
+    user = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "auto"}}}
+    with pytest.raises(ConfigError, match="zero.nvme_path is missing"):
+        finish("stage3", user)
+    assert finish("stage3_nvme", user)[0]["zero_optimization"]["offload_optimizer"]["nvme_path"] == "/local/nvme"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "there is nothing in the file"),
+        ("// only a comment\n# and another\n", "there is nothing in the file"),
+        ("{\0}\0", "holds NUL characters"),
+        ('{"a": 1e400}', "too large"),
+        ('{"a": ' * 3000 + "1" + "}" * 3000, "nested too deep"),
+        ('{"a": ' * 40 + "1" + "}" * 40, "nested too deep"),
+        ('{"zero_optimization": {"a": ' + "[" * 40 + "]" * 40 + "}}", "nested too deep"),
+        ('{"zero_optimization": {\n"stage": 2}\n', "the file ends inside"),
+    ],
+    ids=lambda text: text[:12],
+)
+def test_texts_that_are_no_configuration(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        finish("stage2", text)
+    (problem,) = caught.value.problems
+    assert problem.where.startswith("my.json") and problem.tries
+
+
 def test_tuning_of_other_stages_is_dropped_and_told() -> None:
     user = {"zero_optimization": {"stage": 2, "stage3_max_live_parameters": 1e9, "sub_group_size": 1e8}}
     config, notices = finish("stage2", user)
@@ -229,6 +338,23 @@ REFUSED_VALUES = {
     '{"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}}': "params.max_grad_norm is refused",
     '{"train_micro_batch_size_per_gpu": 1.5}': "train_micro_batch_size_per_gpu is 1.5",  # D15
     '{"gradient_cliping": 1.0}': "did you mean gradient_clipping?",  # D06
+    '{"bf16": true}': "bf16 is true, but must be an object",
+    '{"bf16": {"enabled": "true"}}': 'bf16.enabled is "true", but must be true or false',
+    '{"data_types": "bf16"}': 'data_types is "bf16", but must be an object',
+    '{"optimizer": "AdamW"}': 'optimizer is "AdamW", but must be an object',
+    '{"optimizer": {"typ": "AdamW"}}': "unknown key typ in optimizer; did you mean type?",
+    '{"optimizer": {"type": "adamw", "params": {"weight_deca": 0}}}': "did you mean weight_decay?",
+    '{"optimizer": {"type": "AdamW", "params": {"amsgrad": true}}}': "amsgrad is true, and torch's AdamW runs with",
+    '{"optimizer": {"type": "AdamW", "params": {"lr": "fast"}}}': 'params.lr is "fast", but must be a number',
+    '{"scheduler": {"type": "Cosine"}}': 'scheduler.type is "Cosine"; known are WarmupLR',
+    '{"gradient_clipping": true}': "gradient_clipping is true, but must be a number",
+    '{"gradient_clipping": 0}': "gradient_clipping is 0, and optim.max_grad_norm is 1.0",
+    '{"wall_clock_breakdown": "true"}': 'wall_clock_breakdown is "true", but must be true or false',
+    '{"tensorboard": {"enabled": true, "output_pth": "x"}}': "did you mean output_path?",
+    '{"zero_optimization": {"stage": 3, "offload_param": {"fast_init": true}}}': "unknown key fast_init",
+    '{"zero_optimization": {"stage": 3, "reduce_bucket_size": 0}}': "reduce_bucket_size is 0, but must be a whole",
+    '{"zero_optimization": {"stage": 2, "reduce_bucket_size": 1e30}}': "reduce_bucket_size is 1e+30, but must be",
+    '{"zero_optimization ": {"stage": 2}}': 'unknown key "zero_optimization "; did you mean zero_optimization?',
 }  # fmt: skip
 
 
@@ -289,7 +415,7 @@ COMMANDS = {
     "low precision in stage 0": "zero=stage0",
     "qlora in stage 3": "zero=stage3 tune=qlora",
     "dora in stage 3": "zero=stage3 tune=lora tune.use_dora=true",
-    "8-bit moments of more than 2^31 values": "model=qwen3_vl_8b tune=full optim=adamw8bit gpus=2",
+    "8-bit moments of more than 2^31 values": "model=qwen3_vl_8b tune=full optim=adamw8bit",
     "quantised gradients in another precision": "zero=zeropp",
     "bf16 masters in another precision": "zero=stage2_bf16_states precision=fp32",
     "tensor parallelism": "zero=autotp",
@@ -299,8 +425,9 @@ COMMANDS = {
 @pytest.mark.parametrize("name", COMMANDS)
 def test_rows_reach_the_plan(name: str) -> None:
     row = next(row for row in ROWS if row.name == name)
+    model = () if "model=" in COMMANDS[name] else ("model=qwen3_vl_2b",)
     with pytest.raises(ConfigError) as caught:
-        plan("model=qwen3_vl_2b", "dataset=digits", "loss=pointwise", *COMMANDS[name].split(), gpus=gpus(2))
+        plan(*model, "dataset=digits", "loss=pointwise", *COMMANDS[name].split(), gpus=gpus(2))
     assert row.tries[0].partition("   ")[0].replace("{stage}", "2") in caught.value.render()
 
 

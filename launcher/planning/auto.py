@@ -52,7 +52,18 @@ def choose(ask: Ask) -> Decision:
         found = [one for setting, _ in settings for one in weighed(scales, setting)]
     chosen = scales.whole(best(holding_groups(ask, found)))
     notices = next(said for setting, said in settings if setting.config.zero == chosen.setting.config.zero)
+    if not named and chosen.fits and chosen.layers == ask.shape.layers:
+        found += _beside_the_gpus(scales, found)
     return Decision(chosen=chosen, notices=notices, choices=_choices(scales, found, chosen))
+
+
+def _beside_the_gpus(scales: Scales, found: Sequence[Weighed]) -> Iterator[Weighed]:
+    """The best of each setting that takes main memory: shown, not chosen, for what processors do is not measured."""
+    known = {one.zero for one in found}
+    for setting, _ in finished(scales.ask, [name for name in OFFLOADED if name not in known]):
+        one = best(weighed(scales, setting))
+        if one.fits:
+            yield scales.whole(one)
 
 
 def own_beside_auto(config: RunConfig) -> Problem:
@@ -150,6 +161,9 @@ def verdict(one: Weighed, chosen: Weighed, usable_gib: str) -> str:
     if one.time is None or chosen.time is None:
         return "not needed"
     slower = one.step_s / chosen.step_s - 1
+    if slower < -ALIKE and "offload_optimizer" in _zero(one):
+        host = sum(one.memory.host.values()) / GIB
+        return f"{chosen.step_s / one.step_s:.1f} times as fast where processors are as assumed; {host:,.0f} GiB a host"
     if slower < -ALIKE:
         return f"{-100 * slower:.0f} % faster, but too small for a row's documents, which this loss compares"
     more = (one.memory.total - chosen.memory.total) / GIB

@@ -15,22 +15,19 @@ from pathlib import Path
 from launcher.planning.hosts import contiguous
 from launcher.planning.secrets import is_secret
 from launcher.rundir import RunDir
-from launcher.spec import Host, RunPlan
+from launcher.spec import RunPlan
 
 
 def deepspeed_argv(
-    hosts: Sequence[Host], node_rank: int, *, run_dir: str, master_addr: str, master_port: int | None
+    included: Sequence[str], node_rank: int, *, run_dir: str, master_addr: str, master_port: int | None
 ) -> tuple[str, ...]:
     """The line that starts one host's ranks without the launcher, to be typed on that host."""
     run = RunDir(Path(run_dir))
-    chosen: list[str] = []
-    if not all(contiguous(host) for host in hosts):
-        chosen = ["--include", "@".join(f"{h.name}:{','.join(map(str, h.gpus))}" for h in hosts)]
     port = [] if master_port is None else ["--master_port", str(master_port)]
     return (
         "deepspeed",
         *("--hostfile", str(run.hostfile)),
-        *chosen,
+        *included,
         "--no_ssh",
         *("--node_rank", str(node_rank)),
         *("--master_addr", master_addr),
@@ -42,9 +39,12 @@ def deepspeed_argv(
 
 def with_port(plan: RunPlan, master_port: int | None) -> RunPlan:
     """The plan with the port that ranks meet at, and the commands of its hosts; None leaves DeepSpeed's default."""
+    included: tuple[str, ...] = ()
+    if not all(contiguous(host) for host in plan.hosts):
+        included = "--include", "@".join(f"{host.name}:{','.join(map(str, host.gpus))}" for host in plan.hosts)
     commands = {
         host.name: deepspeed_argv(
-            plan.hosts, rank, run_dir=plan.run_dir, master_addr=plan.master_addr, master_port=master_port
+            included, rank, run_dir=plan.run_dir, master_addr=plan.master_addr, master_port=master_port
         )
         for rank, host in enumerate(plan.hosts)
     }

@@ -94,6 +94,12 @@ def oddities(config: RunConfig, facts: Facts, world_size: int) -> Iterator[str]:
             f"{world_size} ranks share batch.global_size={config.batch.global_size} queries: "
             f"some compute nothing in a step (batch.global_size={2 * world_size} keeps all busy)"
         )
+    most = config.batch.max_tokens
+    if most != "auto" and int(most) < data.max_length and data.name != "digits" and "train" not in facts.prepared:
+        yield (
+            f"batch.max_tokens={most} is below dataset.max_length={data.max_length}: rows that are longer fit into no "
+            "micro-batch, and are refused"
+        )
     yield from _much_recorded(config)
     if data.name != "digits" and not sources_of(data, "eval") and config.eval.every_steps is not None:
         yield "nothing is evaluated, because dataset.eval names no file: the last checkpoint counts as the best"

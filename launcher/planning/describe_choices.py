@@ -48,7 +48,9 @@ def scaling_lines(plan: RunPlan) -> list[str]:
 def _scale(scale: Scale, longest: float | None, *, here: bool) -> tuple[str, ...]:
     hours = scale.epoch_hours if scale.fits else None
     drawn = "#" * math.ceil(BAR * hours / longest) if hours is not None and longest else ""
-    note = " ".join(filter(None, (drawn, "" if scale.fits else "does not fit", "<- this plan" if here else "")))
+    host = f"({lines.gib(scale.host_bytes)} GiB of main memory a host)" if "offload" in scale.zero else ""
+    fits = host if scale.fits else "does not fit"
+    note = " ".join(filter(None, (drawn, fits, "<- this plan" if here else "")))
     return (
         f"{scale.gpus}",
         scale.zero,

@@ -54,8 +54,10 @@ def _remarks(plan: RunPlan, time: TimeEstimate) -> list[tuple[str, str]]:
         used = share_of_limit(time.flops, time.step_s, plan.world_size, kind.peak_tflops)
         limit += f"; MFU, against the {kind.peak_tflops:g} TFLOP/s of the data sheet: {100 * used:.0f} %"
     rows = [("it waits for", BOUNDS.get(time.bound, time.bound)), ("of the limit", limit)]
-    if time.compute_bound_tokens is not None:
+    if time.compute_bound_tokens is not None and plan.deepspeed["zero_optimization"]["stage"] == 3:
         rows.append(("ZeRO-3", _gathers(plan, time.compute_bound_tokens)))
+    if plan.config.dataset.name == "digits":
+        rows.append(("digits", "the rows of the demo are tiny: rows of your own take far longer, and scale better"))
     return [*rows, *((name, said) for name, said in (("rates", time.rates), ("lengths", time.load)) if said)]
 
 

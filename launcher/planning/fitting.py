@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from launcher.errors import ConfigError, Problem
 from launcher.planning.auto import choose
-from launcher.planning.candidates import AUTO, OFFLOADED, Ask, Weighed
+from launcher.planning.candidates import AUTO, OFFLOADED, Ask, Weighed, is_measured
 from launcher.planning.gpus import GIB
 from launcher.planning.models import check_targets
 from launcher.planning.scaling import MOST_GPUS, most_frugal, offloaded, relaxed, smallest
 from launcher.spec import Host, RunConfig, TuneConfig
 
+HEADROOM, SHORTEST = 0.05, 256  # of a GPU, as conf/memory/auto.yaml has it; tokens of a prompt that are worth advising
 MARK = "memory:"  # begins warnings that are made anew once GPUs have been looked at
 
 
@@ -43,7 +45,8 @@ def _called(config: RunConfig) -> str:
 
 
 def _settings(one: Weighed) -> str:
-    layers = "no layer" if one.layers == 0 else "all layers" if one.layers == one.setting.shape.layers else one.layers
+    most = one.setting.shape.layers
+    layers = {0: "no layer", most: "all layers"}.get(one.layers, f"{one.layers} of {most} layers")
     return f"zero={one.zero}, {layers} recomputed and {one.max_tokens:,} tokens a micro-batch"
 
 
@@ -65,59 +68,101 @@ def _least(ask: Ask) -> str:
 
 
 def _tries(ask: Ask) -> Iterator[str]:
-    """What to type, each of it found to fit."""
-    config, free = ask.config, relaxed(ask)
+    """What to type, each of it found to fit; else what would make it smaller."""
+    found = list(_fitting(ask))
+    return iter(found or ["GPUs with more memory, or a smaller model"])
+
+
+def _fitting(ask: Ask) -> Iterator[str]:
+    config, free, slow = ask.config, relaxed(ask), False
     for words, changed in _lighter(config):
         one = _chosen(replace(ask, config=changed, own=None if changed.zero.name == AUTO else ask.own))
         if one is not None and one.fits:
+            slow = one.zero in OFFLOADED
             yield f"{words}   ({one.zero}, {_gib(one.memory.total)} GiB)"
             break
     found, left = smallest(free), _left_to_planner(config)
-    if found is not None and found[0] > ask.world:
-        yield " ".join([_number(found[0], ask.per_host), *left])
+    more = found is None or found[0] > ask.world
+    if found is not None and more:
+        yield " ".join([_number(found[0], ask), *left]) + f"   ({_gpus(found[0])} or more)"
     for name, tune in _lighter_tuning(config):
         one = most_frugal(replace(free, config=replace(free.config, tune=tune)))
         if one is not None and one.fits and not check_targets(ask.shape, tune):
-            yield " ".join([f"tune={name}", *left]) + "   (fits here)"
-    host = offloaded(free)
-    if host is not None and config.zero.name != AUTO:
+            yield " ".join([f"tune={name}", *_parts_to_type(config.tune, name), *left]) + "   (fits here)"
+    if found is None:
+        yield from _shorter(free, left)
+    host = offloaded(free) if more and not slow and config.zero.name != AUTO else None
+    if host is not None:
         others = (word for word in left if not word.startswith("zero="))
-        yield " ".join([f"zero={host.zero}", *others]) + "   (slow: states cross the host link)"
+        yield " ".join([f"zero={host.zero}{_without_own(config)}", *others]) + "   (slow: states cross the host link)"
 
 
 def _left_to_planner(config: RunConfig) -> list[str]:
     """What to type so that nothing that decides memory is fixed."""
     return [
-        *(["zero=auto"] if config.zero.name != AUTO else []),
+        *([f"zero=auto{_without_own(config)}"] if config.zero.name != AUTO else []),
         *(["memory.gradient_checkpointing=auto"] if config.memory.gradient_checkpointing != AUTO else []),
         *(["batch.max_tokens=auto"] if config.batch.max_tokens != AUTO else []),
     ]
 
 
+def _without_own(config: RunConfig) -> str:
+    return "" if config.zero.config is None else " zero.config=null"
+
+
 def _lighter(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """The configuration with more and more left to the planner, and the words for it."""
-    words = []
-    if config.memory.gradient_checkpointing != AUTO:
-        words.append("memory.gradient_checkpointing=auto")
-        config = replace(config, memory=replace(config.memory, gradient_checkpointing=AUTO))
-        yield " ".join(words), config
-    if config.zero.name != AUTO:
-        words.append("zero=auto")
-        config = replace(config, zero=replace(config.zero, name=AUTO, file=AUTO, config=None))
-        yield " ".join(words), config
-    if config.batch.max_tokens != AUTO:
-        words.append("batch.max_tokens=auto")
-        config = replace(config, batch=replace(config.batch, max_tokens=AUTO))
-        yield " ".join(words), config
+    """The configuration with more and more left to the planner, and the words for it; the fewest words first."""
+    fixed = sorted(_left_to_planner(config), key=lambda word: word.startswith("zero="))
+    for words in (words for count in range(1, len(fixed) + 1) for words in itertools.combinations(fixed, count)):
+        zero, kept, batch = config.zero, config.memory, config.batch
+        if any(word.startswith("zero=") for word in words):
+            zero = replace(zero, name=AUTO, file=AUTO, config=None)
+        if "memory.gradient_checkpointing=auto" in words:
+            kept = replace(kept, gradient_checkpointing=AUTO)
+        if "batch.max_tokens=auto" in words:
+            batch = replace(batch, max_tokens=AUTO)
+        yield " ".join(words), replace(config, zero=zero, memory=kept, batch=batch)
 
 
 def _lighter_tuning(config: RunConfig) -> Iterator[tuple[str, TuneConfig]]:
     """Tuning that trains less: adapters alone, then adapters beside 4-bit weights."""
     tune = replace(config.tune, language="lora", vision="frozen", projector="frozen", target_modules=None)
-    if config.tune.name == "full":
-        yield "lora", replace(tune, name="lora", head="frozen")
-    if config.tune.name != "qlora":
+    if config.tune.name == "full" or config.tune.use_dora:
+        yield "lora", replace(tune, name="lora", head="frozen", use_dora=False)
+    if config.tune.name != "qlora" and not config.tune.use_dora:
         yield "qlora", replace(tune, name="qlora", head="frozen")
+
+
+def _parts_to_type(tune: TuneConfig, name: str) -> Iterator[str]:
+    """What else to type beside `tune=name`, so that nothing but adapters trains: parts keep what was typed for them."""
+    usual = "full" if tune.name == "full" else "lora"
+    if tune.language != usual:
+        yield "tune.language=lora"
+    if tune.vision != "frozen":
+        yield "tune.vision=frozen"
+    if tune.projector not in ("frozen", usual):
+        yield "tune.projector=frozen"
+    if tune.head != "frozen":
+        yield "tune.head=frozen"
+    if tune.target_modules is not None:
+        yield "tune.target_modules=null"
+    if tune.use_dora:
+        yield "tune.use_dora=false"
+
+
+def _shorter(free: Ask, left: Sequence[str]) -> Iterator[str]:
+    """Less that stays free, or shorter prompts, where that alone makes it fit."""
+    config, room, length = free.config, free.room, free.config.dataset.max_length
+    if config.memory.headroom > HEADROOM:
+        kept = int((room.whole - room.usable) * HEADROOM / config.memory.headroom)
+        one = most_frugal(replace(free, room=replace(room, usable=room.whole - kept)))
+        if one is not None and one.fits:
+            yield " ".join([f"memory.headroom={HEADROOM:g}", *left])
+    while not is_measured(free) and (length := length // 2) >= SHORTEST:
+        one = most_frugal(replace(free, config=replace(config, dataset=replace(config.dataset, max_length=length))))
+        if one is not None and one.fits:
+            yield " ".join([f"dataset.max_length={length}", *left]) + "   (longer documents are cut)"
+            return
 
 
 def _chosen(ask: Ask) -> Weighed | None:
@@ -127,17 +172,19 @@ def _chosen(ask: Ask) -> Weighed | None:
         return None
 
 
-def _number(gpus: int, per_host: int) -> str:
-    """How a number of GPUs is typed."""
-    return f"gpus={gpus}" if gpus <= per_host else f"nodes={-(-gpus // per_host)}"
+def _number(gpus: int, ask: Ask) -> str:
+    """How a number of GPUs is typed: all of a host's before another host."""
+    if gpus <= ask.per_host:
+        return f"gpus={gpus}"
+    return f"nodes={-(-gpus // ask.per_host)}" + (f" gpus={ask.per_host}" if min(ask.slots) < ask.per_host else "")
 
 
 def host_problems(
-    ram: Mapping[str, int], hosts: Sequence[Host], needed: Mapping[str, int], *, zero: str
+    ram: Mapping[str, int], hosts: Sequence[Host], needed: Mapping[str, int], *, config: RunConfig, stage: int
 ) -> dict[str, Problem]:
     """Host -> what is wrong with its main memory; `ram`: bytes of the hosts whose size is known.
 
-    `needed`: MemoryEstimate.host, for a host with the most ranks; only such are judged. `zero`: as asked.
+    `needed`: MemoryEstimate.host, for a host with the most ranks; only such are judged. `stage`: the one chosen.
     """
     need, most = sum(needed.values()), max(host.slots for host in hosts)
     found = {}
@@ -147,7 +194,20 @@ def host_problems(
             part = max(needed, key=lambda name: needed[name])
             needs = f"{_gib(need)} GiB of main memory are needed for {most} rank{'s' if most > 1 else ''} of a host"
             text = f"{needs}, {_gib(needed[part])} GiB of it for {part}, and {host.name} has {_gib(size)} GiB"
-            offload = ("zero=auto   (offloads only what must be)",) if "offload" in zero else ()
-            fewer = ("gpus=1   (fewer ranks a host)",) if most > 1 else ()
-            found[host.name] = Problem(text, "", (*offload, *fewer, "hosts with more memory"))
+            tries = tuple(_host_tries(part, config, ranks=most, stage=stage))
+            found[host.name] = Problem(text, "", (*tries, "hosts with more memory"))
     return found
+
+
+def _host_tries(part: str, config: RunConfig, *, ranks: int, stage: int) -> Iterator[str]:
+    """What to type against the largest part of a host's main memory."""
+    if part == "export":
+        yield "checkpoint.export=false   (`python -m launcher export RUN` makes it elsewhere)"
+    if part == "loading" and stage < 3 and config.tune.name != "qlora":
+        yield "zero=stage3   (one rank alone reads the weights)"
+    if "offload" in config.zero.name:
+        yield "zero=auto   (offloads only what must be)"
+    if part.startswith("offloaded"):
+        yield "more hosts: each keeps its part of the states"
+    elif ranks > 1 and part != "export":
+        yield f"gpus={max(1, ranks // 2)}   (fewer ranks a host)"

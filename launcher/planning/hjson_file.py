@@ -19,6 +19,7 @@ _BARE_KEY = re.compile(r"[^\s,:\[\]{}]+")
 # A value without quotes is a word of JSON up to a comma, a bracket or a comment; anything else goes to the line's end.
 _WORD = re.compile(r"(?:true|false|null|-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)(?=\s*(?:$|[,\]}\n#]|//|/\*))")
 _REST = re.compile(r"[^\n]*")
+_DEEPEST = 20  # sections within sections: DeepSpeed's own go four deep
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 _HINTS = ("{ ... }", "texts in quotes: one without them goes to the end of its line")
 
@@ -43,6 +44,10 @@ def read_hjson(file: TextFile) -> Read:
     import hjson
 
     text = file.text.removeprefix("\ufeff")
+    if "\0" in text:
+        raise ConfigError(Problem("holds NUL characters, as UTF-16 does", file.path, ("save the file as UTF-8",)))
+    if _BLANK.match(text).end() == len(text):  # type: ignore[union-attr]
+        raise ConfigError(Problem("there is nothing in the file", file.path, ('{"zero_optimization": {"stage": 2}}',)))
     twice: list[str] = []
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -53,7 +58,14 @@ def read_hjson(file: TextFile) -> Read:
     try:
         value = hjson.loads(text, object_pairs_hook=pairs)
     except hjson.HjsonDecodeError as error:
-        raise ConfigError(Problem(f"not JSON: {error.msg}", f"{file.path}:{error.lineno}", _HINTS)) from None
+        if "eof" in error.msg:
+            why, line = "the file ends inside an object, a list or a text", text.rstrip().count("\n") + 1
+        else:
+            why, line = error.msg, error.lineno
+        raise ConfigError(Problem(f"not JSON: {why}", f"{file.path}:{line}", _HINTS)) from None
+    except (OverflowError, RecursionError, ValueError):
+        text = "a number in it is too large, or it is nested too deep"
+        raise ConfigError(Problem(text, file.path, ("a configuration that DeepSpeed reads",))) from None
     if not isinstance(value, dict):
         raise ConfigError(Problem("a DeepSpeed configuration is one JSON object", file.path, ("{ ... }",)))
     found = list(_keys(text))
@@ -62,7 +74,7 @@ def read_hjson(file: TextFile) -> Read:
         line = _second_line(found, name)
         raise ConfigError(Problem(f"key {name} stands twice", f"{file.path}:{line}", ("remove one of them",)))
     read = Read(path=file.path, value=value, lines=dict(found))
-    _refuse_not_finite(value, "", read)
+    _refuse_odd(value, "", read, 0)
     return read
 
 
@@ -75,10 +87,16 @@ def _second_line(found: list[tuple[str, int]], name: str) -> int:
     return next((line for key, line in reversed(found) if key.rpartition(".")[2] == name), 1)
 
 
-def _refuse_not_finite(value: Any, key: str, read: Read) -> None:
+def _refuse_odd(value: Any, key: str, read: Read, depth: int) -> None:
+    """ConfigError for NaN, infinity, and what is nested so deep that nothing can read it."""
+    if depth > _DEEPEST:
+        raise ConfigError(Problem(f"{key}: nested too deep", read.where(key), ("a configuration of DeepSpeed",)))
     if isinstance(value, dict):
         for name, item in value.items():
-            _refuse_not_finite(item, f"{key}.{name}" if key else name, read)
+            _refuse_odd(item, f"{key}.{name}" if key else name, read, depth + 1)
+    elif isinstance(value, list):
+        for item in value:
+            _refuse_odd(item, key, read, depth + 1)
     elif value in _NOT_FINITE:
         raise ConfigError(Problem(f"{key}: {value} is no JSON number", read.where(key), ("a finite number",)))
 

@@ -46,12 +46,17 @@ def _largest(setting: Setting) -> int:
 
 
 def _loading(setting: Setting) -> int:
-    """Weights that pass through main memory: each rank's, before its engine takes them to the GPU; under ZeRO-3 those
-    that rank 0 reads; none with 4 bits, which go to the GPU one tensor at a time, and with random weights."""
+    """Weights that pass through main memory before an engine takes them to the GPU.
+
+    In the files' own bf16 they are mapped, and the ranks of a host share the pages (of 1,018 MiB, 126 were a process's
+    own); what is converted, or put together from single experts, each rank holds itself. Under ZeRO-3 only rank 0
+    reads. None with 4 bits, which go to the GPU one tensor at a time, and with random weights.
+    """
     model, tune = setting.config.model, setting.config.tune
     if setting.device == "cpu" or model.weights == "random" or tune.name == "qlora":
         return 0  # on CPU they are the rank's own memory
-    return _whole(setting) * (1 if setting.stage == 3 else setting.slots)
+    mapped = setting.precision == "bf16" and setting.shape.experts is None
+    return _whole(setting) * (1 if setting.stage == 3 or mapped else setting.slots)
 
 
 def _training(setting: Setting, states: States, load: Load, micro_steps: int) -> Parts:
@@ -76,6 +81,6 @@ def disk_parts(config: RunConfig, precision: str, parameters: Mapping[str, int],
     options, weight = config.checkpoint, 4 if precision == "fp32" else 2
     checkpoints = options.keep_last + int(options.keep_best) + 1 if _saves(config) else 0
     state = 12 + weight  # bytes of a trained parameter: float32 master and two moments, and the weight
-    export = weight * sum(parameters.values()) if options.export else 0
+    export = weight * sum((parameters if options.merge else trainable).values()) if options.export else 0
     parts = {"checkpoints": checkpoints * state * sum(trainable.values()), "export": export}
     return {name: size for name, size in parts.items() if size}

@@ -101,6 +101,7 @@ def scene_of(fabrics: Mapping[str, Fabric], hosts: Sequence[Host]) -> Scene:
         hosts=len(hosts),
         nccl=min(numbers, default=None),
         rdma=None if not known or None in networks else any(one in (*RDMA, "efa") for one in networks),
+        efa="efa" in networks,
         nvlink=None if not known or None in joined else all(one == "nvlink" for one in joined),
         interfaces=tuple(dict.fromkeys(names)),
         devices=tuple(dict.fromkeys(devices)),

@@ -20,6 +20,7 @@ class Scene:
     hosts: int = 1
     nccl: tuple[int, ...] | None = None  # the oldest version among the hosts
     rdma: bool | None = None  # a port of an RDMA card is active
+    efa: bool = False  # the cards are AWS's, which a plugin drives in place of NCCL itself
     nvlink: bool | None = None  # GPUs of each host are all linked by NVLink
     interfaces: tuple[str, ...] = ()  # names on the hosts
     devices: tuple[str, ...] = ()  # RDMA devices on the hosts
@@ -45,7 +46,8 @@ def parsed(value: str, names: tuple[str, ...]) -> dict[str, frozenset[str]]:
     """What NCCL_ALGO or NCCL_PROTO allows by function, "" for those not named. ValueError for what NCCL refuses.
 
     Since 2.24: entries between semicolons, FUNCTION:LIST, of which the first may lack its function; a list between
-    commas, all but which with ^ before it; no case (parseList in src/graph/tuning.cc).
+    commas, all but which with ^ before it; no case; a separator too many is passed over, a blank is not (parseList in
+    src/graph/tuning.cc).
 
     Example:
         >>> sorted(parsed("ring;allreduce:^ring", ("ring", "tree")).items())
@@ -53,15 +55,17 @@ def parsed(value: str, names: tuple[str, ...]) -> dict[str, frozenset[str]]:
     """
     allowed: dict[str, frozenset[str]] = {}
     for place, entry in enumerate(value.lower().split(";")):
+        if not entry and place:
+            continue
         function, colon, listed = entry.rpartition(":")
         if colon and function not in FUNCTIONS:
             raise ValueError(f"{function} is no function")
         if not colon and place:
             raise ValueError(f"{entry} has no function")
-        chosen = listed.removeprefix("^").split(",")
-        for name in chosen:
-            if name not in names:
-                raise ValueError(f"{name} is none of {names}")
+        chosen = [name for name in listed.removeprefix("^").split(",") if name]
+        odd = [name for name in chosen if name not in names] if chosen else ["nothing"]
+        if odd:
+            raise ValueError(f"{odd[0]} is none of {names}")
         allowed[function] = frozenset(names) - frozenset(chosen) if listed.startswith("^") else frozenset(chosen)
     return allowed
 
@@ -92,9 +96,15 @@ def without_nvls(value: str, scene: Scene) -> bool:
     return listed is not None and "nvls" not in listed
 
 
-def forces_ll128(value: str, scene: Scene) -> bool:
+def names_ll128(value: str, scene: Scene) -> bool:
     """Whether LL128 is named, where NCCL would otherwise use it only where it is safe."""
     return any("ll128" in listed for listed in _allowed(value, PROTOCOLS).values()) and "^" not in value
+
+
+def forces_ll128(value: str, scene: Scene) -> bool:
+    """Whether nothing else is left, or it is named for GPUs that are joined by PCIe."""
+    alone = any(listed == {"ll128"} for listed in _allowed(value, PROTOCOLS).values())
+    return alone or (names_ll128(value, scene) and scene.nvlink is False)
 
 
 def number(value: str) -> float | None:

@@ -26,6 +26,7 @@ from launcher.planning.nccl_rules import (
     is_on,
     is_one_of,
     is_unreached,
+    names_ll128,
     number,
     readmits_lo,
     unreadable,
@@ -56,7 +57,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="NCCL_PROTO",
         level=WARNING,
-        when=lambda value, scene: not forces_ll128(value, scene),
+        when=lambda value, scene: not names_ll128(value, scene),
         text="keeps NCCL from choosing the protocol by the size of each message, which is meant for debugging only",
     ),
     # Algorithms, protocols, channels
@@ -79,6 +80,13 @@ RULES: tuple[Rule, ...] = (
         level=ERROR,
         when=forces_ll128,
         text="forces LL128, which corrupts data where 128 bytes are not stored at once; NCCL takes it where it is safe",
+    ),
+    Rule(
+        name="NCCL_PROTO",
+        level=WARNING,
+        when=lambda value, scene: names_ll128(value, scene) and not forces_ll128(value, scene),
+        text="names LL128, which NCCL by itself takes only where it is safe: over PCIe it corrupts data",
+        source="env; GCP's nccl-env-profile.sh sets it for GPUs on an NVSwitch",
     ),
     Rule(
         name="NCCL_ALGO",
@@ -138,7 +146,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="NCCL_IB_DISABLE",
         level=ERROR,
-        when=lambda v, s: is_on(v, s) and s.hosts > 1 and s.rdma is True,
+        when=lambda v, s: is_on(v, s) and s.hosts > 1 and s.rdma is True and not s.efa,
         text="turns off the InfiniBand or RoCE cards that are active on the hosts: 2 to 10 times slower over TCP",
     ),
     Rule(

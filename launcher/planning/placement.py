@@ -58,7 +58,8 @@ def place(config: RunConfig, facts: Facts, *, cpu_only: bool = False) -> Placeme
         visible = [gpu.index for gpu in facts.gpus]
         hosts = tuple(through_visible(host, visible) if host.name in here else host for host in hosts)
     source, warnings = _source(pool, hosts, facts, cpu_only), visible_warnings(hosts, facts, pool, transport)
-    kind, memory, capability = _gpu(config, _seen(facts, pool, hosts, transport))
+    seen = _seen(facts, pool, hosts, transport)
+    kind, memory, capability = _gpu(config, seen)
     if pool.device == "cpu":
         ram = facts.ram_bytes if transport == "local" else None
         kind, memory, capability = None, None if ram is None else ram // hosts[0].slots, None
@@ -71,7 +72,7 @@ def place(config: RunConfig, facts: Facts, *, cpu_only: bool = False) -> Placeme
         gpu_kind=kind,
         memory_bytes=memory,
         capability=capability,
-        warnings=(*_assumption(pool, hosts), *warnings),
+        warnings=(*_assumption(pool, hosts), *warnings, *_other_kind(config, pool, seen)),
     )
 
 
@@ -200,6 +201,7 @@ def _gpu(config: RunConfig, gpus: Sequence[LocalGpu]) -> tuple[str | None, int |
             known = ", ".join(GPU_KINDS)
             raise ConfigError(Problem(f"cluster.gpu={asked} is not known: {known}", "", ("cluster.gpu=h100",)))
         name, kind = asked, GPU_KINDS[asked]
+        gpus = [gpu for gpu in gpus if kind_of(gpu.name) is kind]
     elif gpus:
         name, kind = gpus[0].name, kind_of(gpus[0].name)
     else:
@@ -211,6 +213,19 @@ def _gpu(config: RunConfig, gpus: Sequence[LocalGpu]) -> tuple[str | None, int |
         min(memory) if memory else kind.memory_bytes if kind else None,
         min(capability) if capability else kind.capability if kind else None,
     )
+
+
+def _other_kind(config: RunConfig, pool: Pool, gpus: Sequence[LocalGpu]) -> list[str]:
+    """That `cluster.gpu` is not what is here."""
+    asked = config.cluster.gpu
+    if asked is None:
+        return []
+    if pool.device == "cpu":
+        return [f"cluster.gpu={asked} has no effect: this run uses no GPU"]
+    others = [gpu.name for gpu in gpus if kind_of(gpu.name) is not GPU_KINDS[asked]]
+    if not others:
+        return []
+    return [f"planned for cluster.gpu={asked}, and this machine has {others[0]}: leave cluster.gpu out to plan for it"]
 
 
 def _slots_each(pool: Pool, hosts: Sequence[Host]) -> str:

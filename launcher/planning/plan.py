@@ -137,7 +137,8 @@ def _decide(config: RunConfig, facts: Facts, problems: _Problems) -> _Decided | 
     ram = facts.ram_bytes if placement.transport == "local" and not placement.assumed else None
     if ram is not None and placement.device == "cuda":
         here, needed = {placement.hosts[0].name: ram}, decision.chosen.memory.host
-        too_small += host_problems(here, placement.hosts, needed, zero=config.zero.name).values()
+        stage = decision.chosen.setting.stage
+        too_small += host_problems(here, placement.hosts, needed, config=config, stage=stage).values()
     problems.found.extend(too_small)
     return _Decided(
         arch=arch,
@@ -286,7 +287,12 @@ def _disk_problems(plan: RunPlan, facts: Facts) -> list[Problem]:
         f"checkpoints and export need about {needed / GB:,.1f} GB, and {free / GB:,.1f} GB are free for {plan.run_dir}"
     )
     fewer = ("checkpoint.keep_last=1",) if plan.config.checkpoint.keep_last > 1 else ()
-    return [Problem(text, "", (*fewer, "run.root=FOLDER on a larger disk"))]
+    later = ("checkpoint.export=false   (`python -m launcher export RUN -o FOLDER` makes it elsewhere)",)
+    return [
+        Problem(
+            text, "", (*fewer, *(later if plan.config.checkpoint.export else ()), "run.root=FOLDER on a larger disk")
+        )
+    ]
 
 
 def _weights_warning(config: RunConfig, facts: Facts, shape: Shape) -> list[str]:

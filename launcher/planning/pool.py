@@ -54,7 +54,7 @@ def _without_names(config: RunConfig, facts: Facts, cpu_only: bool) -> Pool:
     """Nobody names hosts."""
     asked, nodes = config.cluster.transport, 1 if config.nodes is None else config.nodes
     if asked == "manual":
-        return _from_hands(config, facts)
+        return _from_hands(config, facts, cpu_only)
     if asked != "local" and (nodes > 1 or (config.cluster.gpu is not None and not facts.gpus)):
         return _assumed(config, nodes, cpu_only)
     if asked in ("ssh", "pdsh"):
@@ -125,15 +125,19 @@ def _from_nodes(config: RunConfig, facts: Facts) -> Pool:
     )
 
 
-def _from_hands(config: RunConfig, facts: Facts) -> Pool:
+def _from_hands(config: RunConfig, facts: Facts, cpu_only: bool) -> Pool:
     """Somebody starts a line on each node."""
     if config.nodes is None:
         text = "cluster.transport=manual needs hosts, or how many there are"
         raise ConfigError(Problem(text, "", ("nodes=2", "cluster.hostfile=FILE")))
-    slots = _slots_like_here(config, facts)
+    if config.cluster.gpu is not None and not facts.gpus and not cpu_only:  # GPUs are there, if not here
+        slots, device = slots_of(DEFAULT_GPUS if config.gpus is None else config.gpus), "cuda"
+        name = f"nodes that you start by hand, taken to have {len(slots)} GPU{'s' if len(slots) != 1 else ''}"
+    else:
+        slots, device = _slots_like_here(config, facts), _device(facts)
+        name = "nodes that you start by hand, taken to be like this machine"
     hosts = tuple(Host(name=f"node{n}", gpus=slots) for n in range(config.nodes))
-    name = "nodes that you start by hand, taken to be like this machine"
-    return Pool(hosts=hosts, kind="nodes", name=name, device=_device(facts), like_here=True)
+    return Pool(hosts=hosts, kind="nodes", name=name, device=device, like_here=True)
 
 
 def _from_queue(config: RunConfig, cpu_only: bool) -> Pool:

@@ -60,10 +60,11 @@ def refit(
     if plan.device == "cpu" or not rooms:
         return Refitted(plan=plan)
     room, gpu = min(rooms, key=lambda pair: pair[0].usable)
-    if plan.gpu_kind is not None and plan.memory_capacity == room.whole:
+    oldest = min((gpu for _, gpu in rooms), key=_capability)  # what it cannot compute in, no rank can
+    if plan.gpu_kind is not None and plan.memory_capacity == room.whole and not _surprises(plan, oldest):
         return Refitted(plan=plan, problems=_of_hosts(plan, ram))  # all is as it was planned for
     try:
-        ask = replace(_ask(plan, room, gpu, files, own), measured=measured_on(gpu.name, measured))
+        ask = replace(_ask(plan, room, gpu, files, own, oldest), measured=measured_on(gpu.name, measured))
         decision = choose(ask)
     except ConfigError as error:
         return Refitted(plan=plan, problems=tuple((gpu.host, problem, True) for problem in error.problems))
@@ -75,7 +76,7 @@ def refit(
         max_tokens=chosen.max_tokens,
         micro_steps=micro_steps(plan.data, plan.batch.global_size, plan.world_size, chosen.max_tokens),
     )
-    reason = plan.precision_reason if ask.precision == plan.precision else f"{gpu.name} of {gpu.host}"
+    reason = plan.precision_reason if ask.precision == plan.precision else f"{oldest.name} of {oldest.host}"
     fitted = replace(
         plan,
         gpu_kind=gpu.name,
@@ -111,20 +112,32 @@ def _room(plan: RunPlan, gpu: SeenGpu) -> Room:
     )
 
 
-def _ask(plan: RunPlan, room: Room, gpu: SeenGpu, files: Mapping[str, TextFile], own: TextFile | None) -> Ask:
+def _capability(gpu: SeenGpu) -> tuple[int, int]:
+    kind = kind_of(gpu.name)
+    return (99, 0) if kind is None else kind.capability
+
+
+def _surprises(plan: RunPlan, oldest: SeenGpu) -> bool:
+    """Whether the number format was chosen for other GPUs than the oldest of the run."""
+    kind = kind_of(oldest.name)
+    return kind is not None and (plan.gpu_kind is None or kind_of(plan.gpu_kind) is not kind)
+
+
+def _ask(
+    plan: RunPlan, room: Room, gpu: SeenGpu, files: Mapping[str, TextFile], own: TextFile | None, oldest: SeenGpu
+) -> Ask:
     config, shape = plan.config, read_shape(plan.config.model, plan.arch)
     precision = plan.precision
-    kind = kind_of(gpu.name)
-    if plan.gpu_kind is None and kind is not None:  # bf16 was a guess
+    if _surprises(plan, oldest):
         there = Placement(
             hosts=plan.hosts,
             source=plan.hosts_source,
             assumed=False,
             transport=plan.transport,
             device=plan.device,
-            gpu_kind=gpu.name,
-            memory_bytes=gpu.total_bytes,
-            capability=kind.capability,
+            gpu_kind=oldest.name,
+            memory_bytes=oldest.total_bytes,
+            capability=_capability(oldest),
         )
         precision = choose_precision(config, there, shape.family)[0]
     slots = tuple(host.slots for host in plan.hosts)
@@ -157,7 +170,9 @@ def _in_use(problem: Problem, gpu: SeenGpu) -> Problem:
 def _of_hosts(plan: RunPlan, ram: Mapping[str, int]) -> tuple[tuple[str, Problem, bool], ...]:
     if not plan.host_memory:
         return ()
-    found = host_problems(ram, plan.hosts, plan.host_memory, zero=plan.config.zero.name)
+    found = host_problems(
+        ram, plan.hosts, plan.host_memory, config=plan.config, stage=plan.deepspeed["zero_optimization"]["stage"]
+    )
     return tuple((host, problem, True) for host, problem in found.items())
 
 

@@ -8,6 +8,8 @@ from launcher.planning.gpus import ASSUMED_KIND, GIB, GPU_KINDS
 
 SHOWN_BYTES = GIB  # held by others, from which on it is said: a driver alone holds some hundred MiB
 
+NO_LIMIT = 2**62  # main memory of hosts that nobody has looked at
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
@@ -37,6 +39,8 @@ def room_of(
     """`memory_bytes`: of one GPU or rank, None when not known; `which` one, where that is; `used` of them others hold,
     named by `users`."""
     known = memory_bytes is not None
+    if memory_bytes is None and device == "cpu":
+        return Room(whole=NO_LIMIT, usable=NO_LIMIT, whose="the main memory of a rank", known=False)
     size = GPU_KINDS[ASSUMED_KIND].memory_bytes if memory_bytes is None else memory_bytes
     each = which or ("a GPU" if device == "cuda" else "a rank")
     name = f" ({kind})" if kind and known else "" if known else f" ({ASSUMED_KIND}, assumed)"

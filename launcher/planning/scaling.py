@@ -40,6 +40,7 @@ def _scale(ask: Ask, gpus: int, one: Weighed) -> Scale:
         zero=one.zero,
         fits=one.fits,
         gpu_bytes=one.memory.total,
+        host_bytes=sum(Scales(ask.on(gpus)).whole(one).memory.host.values()),
         step_s=seconds,
         epoch_hours=hours,
         epoch_gpu_hours=None if hours is None else gpus * hours,
@@ -49,11 +50,13 @@ def _scale(ask: Ask, gpus: int, one: Weighed) -> Scale:
 def smallest(ask: Ask) -> tuple[int, Weighed] | None:
     """The smallest number of GPUs that the run fits on with any sharding and every layer recomputed; None above
     MOST_GPUS. What is gathered does not shrink with more GPUs, so that some runs never fit."""
-    low, high = 1, MOST_GPUS
-    best = most_frugal(ask.on(high))
+    low, high = 2, MOST_GPUS
+    alone, best = most_frugal(ask.on(1)), most_frugal(ask.on(high))
+    if alone is not None and alone.fits:
+        return 1, alone
     if best is None or not best.fits:
         return None
-    while low < high:  # bytes never grow with more GPUs
+    while low < high:  # from two on, which need buffers of NCCL, bytes never grow with more GPUs
         middle = (low + high) // 2
         one = most_frugal(ask.on(middle))
         if one is not None and one.fits:

@@ -19,7 +19,14 @@ HOUR_S = 3600.0
 NETWORK, HOST_LINK, PROCESSOR, PICTURES = (
     f"waiting for {what}" for what in ("the network", "the host link", "the processor", "pictures")
 )
-BOUNDS = {NETWORK: "network", HOST_LINK: "host link", PROCESSOR: "host", PICTURES: "data"}  # other parts: compute
+OPTIMIZER, HOST_OPTIMIZER = "gradients and optimizer", "optimizer on the host's processors"
+BOUNDS = {
+    NETWORK: "network",
+    HOST_LINK: "host link",
+    PROCESSOR: "host",
+    HOST_OPTIMIZER: "host",
+    PICTURES: "data",
+}  # other parts: compute
 
 
 def cost_model(shape: Shape) -> CostModel:
@@ -158,7 +165,8 @@ def _parts(
             parts[name] += again.pop(name)
     parts |= {
         "computed again": sum(again.values()),
-        "gradients and optimizer": optimizer + moved.cpu_step_s,
+        OPTIMIZER: optimizer,
+        HOST_OPTIMIZER: moved.cpu_step_s,
         NETWORK: waits + exposed,
         HOST_LINK: n * moved.host_micro_s + moved.host_step_s,
         PROCESSOR: host + slower * (fitted.STEP_S + sizes.tensors * tensor),
@@ -204,7 +212,7 @@ def _timeline(
     end = back + phases[1].all_s
     exposed = 0.0 if moved.overlaps else moved.reduce_s + moved.reduce_step_s
     ready = end + max(exposed, moved.host_micro_s)
-    updated = ready + parts.get("gradients and optimizer", 0.0)
+    updated = ready + parts.get(OPTIMIZER, 0.0) + parts.get(HOST_OPTIMIZER, 0.0)
     spans = (
         Span(lane="network", name="gather weights", begin_s=0.0, end_s=max(ahead, moved.gather_forward_s)),
         Span(lane="GPU", name="forward", begin_s=ahead, end_s=back),

@@ -59,6 +59,8 @@ def finish_zero(
         raise ConfigError(*dict.fromkeys(problems))
     stage: int = zero["stage"]
     notices = [*notices, *_drop_unused(zero, given, user), *found.warnings]
+    if stage < 2 and zero.get("overlap_comm"):
+        zero["overlap_comm"] = False  # a row of `incompatible` says why
     zero = {**zero, **{key: size for key, size in _buckets(zero, trained).items() if key not in given}}
     if stage == 3 and "stage3_param_persistence_threshold" not in given:
         # Adapters that stay whole are not gathered layer by layer: half the all-gathers.
@@ -178,9 +180,7 @@ def _copy_size(asked: Any, stage: int, settings: Settings, where: str) -> int:
     slots, world = settings.slots or (settings.world_size,), settings.world_size
     size = slots[0] if asked == "auto" else asked
     text = ""
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        text = f"{HPZ} is {size!r}, but must be a whole number of at least 1"
-    elif stage != 3 and size != 1:
+    if stage != 3 and size != 1:
         text = f"zero_optimization.{HPZ} has no effect below stage 3"
     elif asked == "auto" and len(slots) == 1:
         text = "hpZ keeps a copy of the weights on every host, and one host has them all already"

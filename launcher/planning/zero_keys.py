@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from launcher.planning.zero_kinds import KINDS, ZERO
+
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # Handed on as they are: sharding, communication, measuring.
 PASSED_KEYS = (
@@ -72,7 +74,6 @@ FORMAT_NAMES = {
     "float32": "fp32", "torch.float32": "fp32", "float": "fp32", "bfloat16": "bf16", "torch.bfloat16": "bf16",
     "float16": "fp16", "torch.float16": "fp16", "half": "fp16",
 }  # fmt: skip
-AIO_KEYS = ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds")
 # Arguments that DeepSpeedEngine._configure_zero_optimizer gives to one of its optimizers alone: tuning without effect
 # in other stages.
 STAGE_3_ONLY = (
@@ -86,78 +87,23 @@ BELOW_3_ONLY = (
     "allgather_partitions", "ignore_unused_parameters", "parameter_alignment", "round_robin_gradients",
     "use_multi_rank_bucket_allreduce",
 )  # fmt: skip
-ZERO_KEYS = (
-    "allgather_bucket_size",
-    "allgather_partitions",
-    "compute_grad_norm",
-    "contiguous_gradients",
-    "elastic_checkpoint",
-    "enable_sanity_checks",
-    "ignore_unused_parameters",
-    "leaf_module",
-    "load_from_fp32_weights",
-    "log_trace_cache_warnings",
-    "memory_efficient_linear",
-    "offload_optimizer",
-    "offload_param",
-    "overlap_comm",
-    "override_module_apply",
-    "parameter_alignment",
-    "pipeline_loading_checkpoint",
-    "reduce_bucket_size",
-    "reduce_scatter",
-    "round_robin_gradients",
-    "save_muon_momentum_buffer_in_memory",
-    "stage",
-    "stage3_allgather_sequential",
-    "stage3_gather_16bit_weights_on_model_save",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_model_persistence_threshold",
-    "stage3_module_granularity_threshold",
-    "stage3_param_persistence_threshold",
-    "stage3_prefetch_bucket_size",
-    "stage3_use_all_reduce_for_fetch_params",
-    "sub_group_size",
-    "use_multi_rank_bucket_allreduce",
-    "zenflow",
-    "zero_hpz_partition_size",
-    "zero_quantized_gradients",
-    "zero_quantized_nontrainable_weights",
-    "zero_quantized_weights",
-)
-# Those that hold a number and those that hold a section; the others are switches.
-ZERO_SIZES = (
-    "allgather_bucket_size", "reduce_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance",
-    "stage3_model_persistence_threshold", "stage3_module_granularity_threshold", "stage3_param_persistence_threshold",
-    "stage3_prefetch_bucket_size", "sub_group_size",
-)  # fmt: skip
-ZERO_OTHERS = ("stage", "zero_hpz_partition_size", "leaf_module", "offload_optimizer", "offload_param", "zenflow")
-BF16_KEYS = (
-    "enabled",
-    "check_grad_overflow",
-    "immediate_grad_update",
-    "bf16_master_weights_and_grads",
-    "bf16_optimizer_states",
-)
+ZERO_KEYS = tuple(KINDS[ZERO])
+BF16_KEYS = tuple(KINDS["bf16"])
 FP16_ONLY = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale", "auto_cast")
-FP16_KEYS = ("enabled", *FP16_ONLY, "consecutive_hysteresis", "fp16_master_weights_and_grads")
-OFFLOAD_KEYS = (
-    "device",
-    "nvme_path",
-    "pin_memory",
-    "buffer_count",
-    "buffer_size",
-    "max_in_cpu",
-    "pipeline_read",
-    "pipeline_write",
-    "fast_init",
-    "ratio",
-    "super_offload",
-    "cpuadam_cores_perc",
-)
+FP16_KEYS = tuple(KINDS["fp16"])
 # What an offload to one device reads; the rest has no effect there.
 NVME_ONLY = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write", "fast_init")
 OPTIMIZERS = ("AdamW", "Adam")
+OPTIMIZER_PARAMS = (
+    "lr", "betas", "eps", "weight_decay", "max_grad_norm", "adam_w_mode", "amsgrad", "bias_correction", "capturable",
+    "differentiable", "foreach", "fp32_optimizer_states", "fused", "maximize", "set_grad_none", "torch_adam",
+)  # fmt: skip
+# What torch's AdamW does: another value asks for another optimizer.
+OPTIMIZER_CHOICES = {"adam_w_mode": True, "amsgrad": False, "bias_correction": True, "maximize": False}
+# DeepSpeed's schedules and what comes nearest to each here.
+SCHEDULES = {
+    "WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine", "OneCycle": "cosine",
+    "LRRangeTest": "linear",
+}  # fmt: skip
 # Optimizers that DeepSpeed no longer has.
 REMOVED_OPTIMIZERS = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")

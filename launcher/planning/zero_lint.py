@@ -18,7 +18,6 @@ from launcher.errors import ConfigError, Problem
 from launcher.planning.facts import TextFile
 from launcher.planning.hjson_file import read_hjson
 from launcher.planning.zero_keys import (
-    AIO_KEYS,
     BATCH_KEYS,
     BF16_KEYS,
     DATA_TYPES,
@@ -27,17 +26,18 @@ from launcher.planning.zero_keys import (
     FP16_KEYS,
     FP16_ONLY,
     NVME_ONLY,
-    OFFLOAD_KEYS,
+    OPTIMIZER_CHOICES,
+    OPTIMIZER_PARAMS,
     OPTIMIZERS,
     OWNED_KEYS,
     PASSED_KEYS,
     REFUSED_KEYS,
     REMOVED_OPTIMIZERS,
+    SCHEDULES,
     UNUSED_KEYS,
     ZERO_KEYS,
-    ZERO_OTHERS,
-    ZERO_SIZES,
 )
+from launcher.planning.zero_kinds import COUNT, KINDS, NAMED, PATH, SCALE, SECTION, TEXT, ZERO, Kind
 from launcher.planning.zero_old import asks_nothing, modernised
 from launcher.spec import RunConfig
 
@@ -64,6 +64,7 @@ class Linter:
         self.settings = settings
         self.problems: list[Problem] = []
         self.notices: list[str] = []
+        self.autos: list[str] = []
 
     def problem(self, key: str, text: str, *tries: str) -> None:
         """Note one thing the user must change, and the line of its key."""
@@ -75,12 +76,17 @@ class Linter:
         self._check_names(raw, (*BATCH_KEYS, *PASSED_KEYS, *OWNED_KEYS, *REFUSED_KEYS, *UNUSED_KEYS), "")
         self._check_unused(raw)
         self._check_numbers_as_text(raw, "")
+        self._check_sections(raw)
         self._check_batch(raw)
         self._check_precision(raw)
         self._check_optimizer(raw)
         self._check_formats(raw)
-        self._check_names(_object(raw.get("aio")), AIO_KEYS, "aio")
-        zero = raw.get("zero_optimization", {})
+        self._check_kinds(raw, "")
+        for name in sorted({*PASSED_KEYS, "bf16", "fp16"} & {*KINDS} - {ZERO}):
+            self._check_kinds(_object(raw.get(name)), name)
+        for name in set(PASSED_KEYS) & {*KINDS} - {ZERO}:
+            self._check_names(_object(raw.get(name)), tuple(KINDS[name]), name)
+        zero = raw.get(ZERO, {})
         if not isinstance(zero, dict):
             text = f"zero_optimization is {json.dumps(zero)}, but must be an object"
             self.problem("zero_optimization", text, '"zero_optimization": {"stage": 2}')
@@ -88,10 +94,12 @@ class Linter:
         self._check_zero(zero)
         cleaned: dict[str, Any] = self._without_auto({key: raw[key] for key in raw if key in PASSED_KEYS}, "")
         for name, known in (("bf16", BF16_KEYS), ("fp16", FP16_KEYS)):
-            given = _object(raw.get(name))
-            extra = {k: v for k, v in given.items() if k in known and k != "enabled" and v != "auto"}
+            given = self._without_auto({k: v for k, v in _object(raw.get(name)).items() if k in known}, name)
+            extra = {k: v for k, v in given.items() if k != "enabled"}
             if extra and self.settings.precision == name:
                 cleaned[name] = extra
+        if self.autos:
+            self._notice(f"auto is replaced by the launcher's value: {', '.join(self.autos)}")
         return cleaned
 
     def _notice(self, text: str) -> None:
@@ -111,7 +119,8 @@ class Linter:
                 continue
             place = f" in {inside}" if inside else ""
             near = difflib.get_close_matches(key, known, n=1)
-            self.problem(path, f"unknown key {key}{place}" + (f"; did you mean {near[0]}?" if near else ""), *near)
+            shown = key if re.fullmatch(r"\S+", key) else json.dumps(key)
+            self.problem(path, f"unknown key {shown}{place}" + (f"; did you mean {near[0]}?" if near else ""), *near)
 
     def _check_unused(self, raw: dict[str, Any]) -> None:
         for key, value in raw.items():
@@ -128,9 +137,35 @@ class Linter:
         if isinstance(value, dict):
             for key, item in value.items():
                 self._check_numbers_as_text(item, f"{path}.{key}" if path else key)
-        elif isinstance(value, str) and _NUMBER.fullmatch(value):
+        elif path not in NAMED and _is_number_as_text(value):
             text = f'{path} is the text "{value}", but must be a number'
             self.problem(path, text, f"{path}: {value} without quotes")
+
+    def _check_sections(self, raw: dict[str, Any]) -> None:
+        """Take out sections that are none, and tell all but null and auto."""
+        for name in (*(set(PASSED_KEYS) & {*KINDS} - {ZERO}), "bf16", "fp16", "data_types", "optimizer", "scheduler"):
+            value = raw.get(name, {})
+            if isinstance(value, dict):
+                continue
+            if value == "auto":
+                self.autos.append(name)
+            elif value is not None:
+                self._wrong_kind(name, value, SECTION)
+            del raw[name]
+
+    def _check_kinds(self, section: dict[str, Any], path: str) -> None:
+        """Tell values of the wrong kind and take them out: nothing may stumble over them."""
+        for key, kind in KINDS[path].items():
+            value = section.get(key)
+            if value in (None, "auto") or kind.fits(value):
+                continue
+            if kind in (TEXT, PATH) or not _is_number_as_text(value):  # that is told already
+                self._wrong_kind(f"{path}.{key}" if path else key, value, kind)
+            del section[key]
+
+    def _wrong_kind(self, path: str, value: Any, kind: Kind) -> None:
+        text = f"{path} is {json.dumps(value)}, but must be {kind.text}"
+        self.problem(path, text, f'"{path.rpartition(".")[2]}": {kind.example}')
 
     def _check_batch(self, raw: dict[str, Any]) -> None:
         numbers = [raw.get(key) if raw.get(key) != "auto" else None for key in BATCH_KEYS]
@@ -138,10 +173,9 @@ class Linter:
             return
         world, size = self.settings.world_size, self.settings.config.batch.global_size
         for key, number in zip(BATCH_KEYS, numbers, strict=True):
-            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-                self.problem(
-                    key, f"{key} is {json.dumps(number)}, but must be a whole number of at least 1", f'"{key}": 1'
-                )
+            if number is not None and not COUNT.fits(number):
+                if not _is_number_as_text(number):
+                    self._wrong_kind(key, number, COUNT)
                 return
         wrong = batch_error(*numbers, world=world)
         if wrong:
@@ -163,37 +197,72 @@ class Linter:
         self._check_names({k: v for k, v in bf16.items() if k not in FP16_ONLY}, BF16_KEYS, "bf16")
         for name, section in (("bf16", bf16), ("fp16", fp16)):
             enabled = section.get("enabled", "auto")
-            if enabled != "auto" and not both and enabled is not (self.settings.precision == name):
+            if isinstance(enabled, bool) and not both and enabled is not (self.settings.precision == name):
                 text = f"{name}.enabled is {json.dumps(enabled)}, and this run computes in {self.settings.precision}"
-                self.problem(f"{name}.enabled", text, f"precision={name if enabled is True else 'fp32'}")
+                self.problem(f"{name}.enabled", text, f"precision={name if enabled else 'fp32'}")
 
     def _check_optimizer(self, raw: dict[str, Any]) -> None:
         optim = self.settings.config.optim
-        self._compare(raw.get("gradient_clipping", "auto"), optim.max_grad_norm, "gradient_clipping", "max_grad_norm")
+        clip = raw.get("gradient_clipping")
+        if clip == "auto":
+            self.autos.append("gradient_clipping")
+        elif clip == 0 and clip is not False:
+            text = f"gradient_clipping is 0, and optim.max_grad_norm is {optim.max_grad_norm}: gradients are clipped"
+            self.problem("gradient_clipping", text, "optim.max_grad_norm=1e9   (in effect none)", "remove the key")
+        elif clip is not None:
+            self._compare(clip, optim.max_grad_norm, "gradient_clipping", "max_grad_norm")
         optimizer = _object(raw.get("optimizer"))
-        if optimizer.get("type", "AdamW") not in OPTIMIZERS:
-            name, known = optimizer["type"], " and ".join(OPTIMIZERS)
+        self._check_names(optimizer, ("type", "params", "legacy_fusion"), "optimizer")
+        name = optimizer.get("type", "AdamW")
+        if not isinstance(name, str) or name.lower() not in map(str.lower, OPTIMIZERS):
             gone = ", which DeepSpeed no longer has" if name in REMOVED_OPTIMIZERS else ""
-            text = f"optimizer.type is {name}{gone}; known are {known} (torch's AdamW is used)"
+            shown = name if isinstance(name, str) else json.dumps(name)
+            text = f"optimizer.type is {shown}{gone}; known are {' and '.join(OPTIMIZERS)} (torch's AdamW is used)"
             self.problem("optimizer.type", text, "optim=adamw", "optim=adamw8bit")
         params = _object(optimizer.get("params"))
+        self._check_names(params, OPTIMIZER_PARAMS, "optimizer.params")
         if "max_grad_norm" in params:
             text = "optimizer.params.max_grad_norm is refused by DeepSpeed: optim.max_grad_norm decides"
             self.problem("optimizer.params.max_grad_norm", text, _try("max_grad_norm", params["max_grad_norm"]))
         ours = {"lr": self.settings.lr, "betas": optim.betas, "eps": optim.eps, "weight_decay": optim.weight_decay}
         for key, value in params.items():
-            if key in ours and not isinstance(value, str):
-                self._compare(value, ours[key], f"optimizer.params.{key}", key)
+            path = f"optimizer.params.{key}"
+            if key in ours and value is not None:
+                self._compare(value, ours[key], path, key)
+            elif key in OPTIMIZER_CHOICES and value not in (None, "auto", OPTIMIZER_CHOICES[key]):
+                ours_is = json.dumps(OPTIMIZER_CHOICES[key])
+                text = f"{path} is {json.dumps(value)}, and torch's AdamW runs with {ours_is}"
+                self.problem(path, text)
         if optimizer:
             self.notices.append(f"optimizer of {self.file.path} is not used: optim.* decides")
-        scheduler = _object(raw.get("scheduler"))
-        fixed = [key for key, value in _object(scheduler.get("params")).items() if value != "auto"]
+        self._check_schedule(_object(raw.get("scheduler")))
+
+    def _check_schedule(self, scheduler: dict[str, Any]) -> None:
+        self._check_names(scheduler, ("type", "params"), "scheduler")
+        name = scheduler.get("type", "WarmupLR")
+        ours = SCHEDULES.get(name) if isinstance(name, str) else None
+        if ours is None:
+            text = f"scheduler.type is {json.dumps(name)}; known are {', '.join(SCHEDULES)}"
+            self.problem("scheduler.type", text, "optim.schedule=cosine", "optim.schedule=linear")
+        nothing = {"last_batch_iteration": -1, "warmup_min_lr": 0, "warmup_max_lr": self.settings.lr}
+        params = _object(scheduler.get("params"))
+        fixed = [key for key, value in params.items() if value not in (None, "auto", nothing.get(key))]
         if fixed:
             text = f"scheduler.params.{fixed[0]} is set, but optim.* decides the schedule"
-            self.problem(f"scheduler.params.{fixed[0]}", text, "optim.schedule=linear")
+            steps = params.get("warmup_num_steps")
+            warm = f" optim.warmup_steps={steps}" if COUNT.fits(steps) else ""
+            tries = (f"optim.schedule={ours or 'linear'}{warm}   and remove the scheduler",)
+            self.problem(f"scheduler.params.{fixed[0]}", text, *tries)
+        elif scheduler and ours:
+            self.notices.append(f"scheduler of {self.file.path} is not used: optim.schedule and its keys decide")
 
     def _compare(self, theirs: Any, ours: Any, path: str, key: str) -> None:
-        if theirs != "auto" and theirs != ours and not isinstance(theirs, str):
+        if theirs in ("auto", ours) and not isinstance(theirs, bool):
+            return
+        if not isinstance(ours, list) and not SCALE.fits(theirs):
+            if not _is_number_as_text(theirs):
+                self._wrong_kind(path, theirs, SCALE)
+        elif not _is_number_as_text(theirs):
             text = f"{path} is {json.dumps(theirs)}, and optim.{key} is {json.dumps(ours)}"
             self.problem(path, text, _try(key, theirs))
 
@@ -214,63 +283,48 @@ class Linter:
             self.problem("data_types.param_dtype", text, f"precision={weights}")
 
     def _check_zero(self, zero: dict[str, Any]) -> None:
-        self._check_names(zero, ZERO_KEYS, "zero_optimization")
+        self._check_names(zero, ZERO_KEYS, ZERO)
         stage = zero.get("stage", "auto")
-        if stage != "auto" and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
+        if stage != "auto" and not KINDS[ZERO]["stage"].fits(stage):
             text = f"zero_optimization.stage is {json.dumps(stage)}, but must be 0, 1, 2 or 3"
-            self.problem("zero_optimization.stage", text, "zero=stage2")
+            if not _is_number_as_text(stage):
+                self.problem("zero_optimization.stage", text, "zero=stage2")
             raise ConfigError(*self.problems)
-        for key, value in zero.items():
-            if key in ZERO_KEYS and value not in (None, "auto"):
-                self._check_kind(key, value)
-        for name in ("offload_optimizer", "offload_param"):
+        self._check_kinds(zero, ZERO)
+        for name in ("offload_optimizer", "offload_param", "leaf_module"):
             if isinstance(zero.get(name), dict):
-                self._check_offload(f"zero_optimization.{name}", zero[name])
-            elif zero.get(name) not in (None, "auto"):
-                path = f"zero_optimization.{name}"
-                text = f"{path} is {json.dumps(zero[name])}, but must be an object"
-                self.problem(path, text, f'"{name}": {{"device": "cpu"}}')
-                zero[name] = None
-
-    def _check_kind(self, key: str, value: Any) -> None:
-        path, text = f"zero_optimization.{key}", ""
-        if key in ZERO_SIZES and not isinstance(value, str):  # numbers as text are told already
-            whole = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0 and value % 1 == 0
-            text = "" if whole else "a whole number of at least 0"
-        elif key not in (*ZERO_SIZES, *ZERO_OTHERS) and not isinstance(value, bool):
-            text = "true or false"
-        if text:
-            self.problem(
-                path,
-                f"{path} is {json.dumps(value)}, but must be {text}",
-                f'"{key}": {"5e8" if "whole" in text else "true"}',
-            )
+                path = f"{ZERO}.{name}"
+                self._check_names(zero[name], tuple(KINDS[path]), path)
+                if name != "leaf_module":
+                    self._check_offload(path, zero[name])
+                self._check_kinds(zero[name], path)
 
     def _check_offload(self, path: str, offload: dict[str, Any]) -> None:
-        self._check_names(offload, OFFLOAD_KEYS, path)
         device = offload.get("device", "none")
-        if device not in ("none", "cpu", "nvme"):
-            text = f"{path}.device is {json.dumps(device)}, but must be none, cpu or nvme"
-            self.problem(f"{path}.device", text, '"device": "cpu"')
+        if device == "auto":
+            self._wrong_kind(f"{path}.device", device, KINDS[path]["device"])
         if device == "nvme" and not offload.get("nvme_path"):
             text = f"{path}.device is nvme, and nvme_path is missing"
             self.problem(f"{path}.device", text, '"nvme_path": "/local/nvme"')
-        without = [key for key in offload if key in NVME_ONLY and device == "cpu"]
-        if without:
-            self._notice(f"{path}: {', '.join(without)} have no effect with device cpu, and are dropped")
-            for key in without:
-                del offload[key]
+        without = [key for key in NVME_ONLY if device == "cpu" and key in offload]
+        told = [key for key in without if offload[key] is not None]
+        for key in without:
+            del offload[key]
+        if told:
+            one = len(told) == 1
+            said = f"{'has' if one else 'have'} no effect with device cpu, and {'is' if one else 'are'} dropped"
+            self._notice(f"{path}: {', '.join(told)} {said}")
 
     def _without_auto(self, value: Any, path: str) -> Any:
-        """`value` without its `auto` entries, so that the launcher's explicit numbers stand in their place."""
+        """`value` without its `auto` and null entries, so that the launcher's explicit numbers stand in their place."""
         if not isinstance(value, dict):
             return value
         kept = {}
         for key, item in value.items():
             name = f"{path}.{key}" if path else key
-            if item == "auto":
-                self.notices.append(f"{name}: auto in {self.file.path} is replaced by the launcher's value")
-            else:
+            if item == "auto" and key != "nvme_path":  # zero.nvme_path decides that one
+                self.autos.append(name)
+            elif item is not None:
                 kept[key] = self._without_auto(item, name)
         return kept
 
@@ -304,6 +358,10 @@ def batch_error(train: int | None, micro: int | None, accum: int | None, *, worl
 def _nearest(number: int, unit: int) -> str:
     below, above = number // unit * unit, -(-number // unit) * unit
     return " or ".join(str(n) for n in sorted({below, above}) if n > 0)
+
+
+def _is_number_as_text(value: Any) -> bool:
+    return isinstance(value, str) and _NUMBER.fullmatch(value) is not None
 
 
 def _object(value: Any) -> dict[str, Any]:

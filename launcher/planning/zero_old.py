@@ -91,6 +91,7 @@ REMOVED = (
 # Old name -> new name of a key with the same values.
 RENAMED = {
     "bfloat16": "bf16",
+    "aio.thread_count": "aio.intra_op_parallelism",
     f"{ZERO}.stage3_gather_fp16_weights_on_model_save": f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
 }
 # Old switch -> section that its `true` stands for.
@@ -171,7 +172,7 @@ def _switches(value: dict[str, Any]) -> list[bool]:
         if isinstance(item, dict):
             found += _switches(item)
         elif key == "enabled" or key.endswith("_enabled"):
-            found.append(item not in (False, None))
+            found.append(item not in (False, None, "auto"))
     return found
 
 

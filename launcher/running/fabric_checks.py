@@ -112,7 +112,8 @@ def _named(host: str, ports: Sequence[Port], variables: Mapping[str, str]) -> It
         if not fits:
             there = several([port.device for port in ports]) or "none"
             reason = f"NCCL_IB_HCA names {name}, which is not there; there is {there}"
-            yield Finding(host=host, what="RDMA", reason=reason, tries=("nccl.hca=[NAME,NAME]",), config=True)
+            fix = "nccl.hca=[NAME,NAME]   (and no NCCL_IB_HCA in the environment)"
+            yield Finding(host=host, what="RDMA", reason=reason, tries=(fix,), config=True)
         for port in fits:
             if not port.up:
                 reason = f"port {_label(port)} is {_state(port)}, and NCCL_IB_HCA names it"

@@ -62,7 +62,8 @@ def startable(plan: RunPlan) -> None:
     if plan.hosts_assumed:
         names = ", ".join(host.name for host in plan.hosts)
         text = f"nothing can start on hosts that are only assumed: {names} ({plan.hosts_source})"
-        raise ConfigError(Problem(text, tries=("cluster.hostfile=FILE", "nodes=1")))
+        tries = ("cluster.hostfile=FILE", "nodes=1", "without cluster.gpu   (this machine's own GPUs are used)")
+        raise ConfigError(Problem(text, tries=tries if plan.config.cluster.gpu else tries[:2]))
 
 
 def preflight(

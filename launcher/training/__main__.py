@@ -20,6 +20,7 @@ from launcher.errors import ExitCode, LauncherError
 from launcher.rundir import RunDir
 from launcher.spec import RunPlan, plan_from_json
 from launcher.streams import take_any_text
+from launcher.training.spared import spare_imports
 
 FINISHED = ("evaluate", "score", "export", "golden")
 
@@ -54,6 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         from launcher.training.files import main as files
 
         return files(plan)
+    spare_imports(plan)
     if options.verb in FINISHED:
         return _finished(plan, options)
     _train(plan)

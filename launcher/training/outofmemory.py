@@ -83,12 +83,25 @@ def explain(plan: RunPlan, moment: str, tokens: int, seen: Seen) -> GpuMemoryErr
         *(f"{name}: {size / GIB:.1f} GiB planned, {real / GIB:.1f} GiB here" for name, size, real in found),
         f"underestimated most: {part}" if there > planned else "every part is as planned: the plan was too tight",
     ]
-    tries = [f"batch.max_tokens={smaller_micro_batch(plan.batch.max_tokens, tokens)}"] if tokens else []
-    tries += ["memory.gradient_checkpointing=all", "zero=auto batch.max_tokens=auto"]
+    tries = list(_tries(plan, tokens))
     if plan.config.restart.max == 0 and tokens:
         tries.append("restart.max=2   (goes on by itself with smaller micro-batches: the loss stays the same)")
     details = {"tokens": tokens, "part": part, "planned_bytes": planned, "seen_bytes": there}
     return GpuMemoryError(Problem("\n".join(lines), tries=tuple(tries)), title="with GPU memory", details=details)
+
+
+def _tries(plan: RunPlan, tokens: int) -> Iterator[str]:
+    """What to type that the plan does not have yet."""
+    config, layers = plan.config, int((plan.arch.get("text_config") or plan.arch)["num_hidden_layers"])
+    if tokens:
+        yield f"batch.max_tokens={smaller_micro_batch(plan.batch.max_tokens, tokens)}"
+    if plan.checkpointed_layers < layers:
+        yield "memory.gradient_checkpointing=all"
+    fixed = [("zero", config.zero.name), ("batch.max_tokens", config.batch.max_tokens)]
+    if words := " ".join(f"{key}=auto" for key, value in fixed if value != "auto"):
+        yield words
+    if "auto" in (config.zero.name, config.batch.max_tokens, config.memory.gradient_checkpointing):
+        yield f"memory.headroom={min(0.9, config.memory.headroom + 0.1):.2g}   (plans with more to spare)"
 
 
 def compared(plan: RunPlan, seen: Seen) -> list[tuple[str, int, int]]:

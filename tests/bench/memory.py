@@ -2,7 +2,7 @@
 
     python -m tests.bench.memory predict judge > tests/bench/memory_predicted_judge.jsonl     # no GPU: commit it first
     python -m tests.bench.memory measure judge FOLDER
-    python -m tests.bench.memory table FOLDER
+    python -m tests.bench.memory table FOLDER                  # or tests/bench/memory_measured_judge.jsonl
 
 Sets are those of tests.bench.memory_cases: constants of the planner are fitted on `fit`, and judged on `judge` (one
 GPU) and `judge2` (two). Every case is a process (a rank, for two GPUs) of its own, so that one that dies of memory
@@ -242,7 +242,8 @@ def table(folder: Path, predictions: list[Path]) -> str:
         f" {'reserved':>8} {'total':>8} {'step':>8} {'GiB':>7} {'DeepSpeed':>9} {'accelerate':>10} {'s/step':>7}"
     ]
     errors: dict[str, list[float]] = {}
-    for text in (folder / "measured.jsonl").read_text().splitlines():
+    kept = folder if folder.is_file() else folder / "measured.jsonl"
+    for text in kept.read_text().splitlines():
         record = json.loads(text)
         if record["rank"] or record["case"] not in told:
             continue

@@ -16,9 +16,11 @@ from launcher.prepared import SPLITS
 from launcher.rundir import RunDir
 from launcher.training.loop import Trainer
 from launcher.training.metriclog import MetricLog
+from launcher.training.outofmemory import MemoryWatch
 from launcher.training.prepare import prepare
 from launcher.training.rankstatus import RankStatus
 from launcher.training.runtime import Rank, distributed
+from launcher.training.spared import spare_imports
 from tests.planning_support import plan
 
 COMMON = ["dataset.max_rows=24", "batch.global_size=6", "batch.max_tokens=400", "zero=stage3"]
@@ -46,7 +48,7 @@ def run_case(out: Path, name: str, rank: Rank) -> None:
     log = MetricLog(run, rank.rank, status)
     case = plan(*COMMON, *CASES[name], f"run.dir={run.path}")
     prepared = {split: prepare(case, split) for split in SPLITS}
-    trainer = Trainer.build(case, run, rank, status, log, prepared)
+    trainer = Trainer.build(case, run, rank, status, log, prepared, MemoryWatch(case, rank.device))
     trainer.eval_rows = []
     trainer.fit()
     trainer.engine.destroy()
@@ -54,6 +56,7 @@ def run_case(out: Path, name: str, rank: Rank) -> None:
 
 def main() -> None:
     """Run every case."""
+    spare_imports(plan(*COMMON))
     from deepspeed.comm import comm
 
     out = Path(sys.argv[1])

@@ -34,6 +34,7 @@ from launcher.training.evaluate import score_rows
 from launcher.training.pixels import Pixels
 from launcher.training.rows import Content, Group, Image, Video
 from launcher.training.runtime import Rank, distributed
+from launcher.training.spared import spare_imports
 from launcher.training.speeds import ROWS, measured_speeds
 from launcher.training.steps import StepMaker
 from tests.films import film
@@ -332,7 +333,9 @@ def main() -> None:
     """Run every case of this number of ranks."""
     out, cases, device = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     world = int(os.environ["WORLD_SIZE"])
-    with distributed(dataclasses.replace(tiny_plan(out, ranks=world), device=device)) as rank:
+    plan = dataclasses.replace(tiny_plan(out, ranks=world), device=device)
+    spare_imports(plan)
+    with distributed(plan) as rank:
         patience = rank.cpu_group._get_backend(torch.device("cpu")).options._timeout
         assert patience >= timedelta(minutes=30), patience  # N08: what a rank that reads for long is waited for
         if cases == "cpu":

@@ -17,6 +17,7 @@ from launcher.errors import ConfigError
 from launcher.planning.config import read_config
 from launcher.planning.describe import describe
 from launcher.planning.facts import Facts, TextFile
+from launcher.planning.gpus import GIB
 from launcher.planning.plan import make_plan
 from launcher.resources import ds_configs_dir
 from launcher.spec import RunConfig, RunPlan
@@ -63,7 +64,10 @@ def cell(model: str, tune: str, kind: str) -> str:
     except ConfigError:
         return NONE
     fits = next((scale for scale in plan.scaling if scale.fits), None)
-    return NONE if fits is None else f"{fits.gpus}, `{fits.zero}`"
+    if fits is None:
+        return NONE
+    host = f" ({fits.host_bytes / GIB:,.0f} GiB of main memory)" if "offload" in fits.zero else ""
+    return f"{fits.gpus}, `{fits.zero}`{host}"
 
 
 @functools.cache
