@@ -59,7 +59,16 @@ CHOICES = (
 )
 SCALING = (
     Scale(gpus=1, zero="stage2", fits=False, gpu_bytes=160 * GIB, step_s=8.0, epoch_hours=8.0, epoch_gpu_hours=8.0),
-    Scale(gpus=2, zero="stage2", fits=True, gpu_bytes=80 * GIB, step_s=4.0, epoch_hours=4.0, epoch_gpu_hours=8.0),
+    Scale(
+        gpus=2,
+        zero="stage2",
+        fits=True,
+        gpu_bytes=80 * GIB,
+        host_bytes=12 * GIB,
+        step_s=4.0,
+        epoch_hours=4.0,
+        epoch_gpu_hours=8.0,
+    ),
     Scale(gpus=4, zero="stage2", fits=True, gpu_bytes=60 * GIB, step_s=2.5, epoch_hours=2.5, epoch_gpu_hours=10.0),
 )
 

@@ -117,7 +117,7 @@ def test_time_in_words(foretold: RunPlan) -> None:
     used = f"MFU, against the 989 TFLOP/s of the data sheet: {100 * 8e15 / (4 * 2 * 989e12):.0f} %"
     assert used in " ".join(" ".join(section(h200, "Time of an average step")).split())
     limit = f"above about 9,000 tokens a GPU and micro-batch; here at most {foretold.batch.max_tokens:,}"
-    assert f"gathering weights would hide behind computing {limit} rates" in said  # stage 2
+    assert "gathering weights" not in said  # stage 2
     sharded = dataclasses.replace(foretold, deepspeed={"zero_optimization": {"stage": 3}})
     lines = " ".join(" ".join(section(sharded, "Time of an average step")).split())
     assert f"gathering weights hides behind computing {limit}, so the GPUs wait for weights" in lines
@@ -139,9 +139,9 @@ def test_choices_and_other_numbers_of_gpus(foretold: RunPlan) -> None:
     (_, head, *rows) = section(dataclasses.replace(foretold, hosts=foretold.hosts[:1]), "The same run on other numbers")
     assert "GPU-hours" in head and len(rows) == len(SCALING)
     assert rows[0].split()[-3:] == ["does", "not", "fit"]
-    assert rows[1].split()[:7] == ["2", "stage2", "80.00", "4.00", "s", "4.00", "8.00"]
+    assert rows[1].split()[:7] == ["2", "stage2", "80.00", "12.00", "4.00", "s", "4.00"]
     assert foretold.world_size == 2 and rows[1].endswith("<- this plan")
-    assert [row.count("#") for row in rows] == [0, 24, 15]  # 4 and 2.5 hours
+    assert [row.count("#") for row in rows] == [0, 20, 13]  # 4 and 2.5 hours
     uncounted = tuple(dataclasses.replace(scale, epoch_hours=None, epoch_gpu_hours=None) for scale in SCALING)
     text = "\n".join(section(dataclasses.replace(foretold, scaling=uncounted), "The same run on other numbers"))
     assert "once the rows are counted" in text and "#" not in text

@@ -8,7 +8,7 @@ from launcher.estimates import Choice, Scale
 from launcher.planning import lines
 from launcher.spec import RunPlan
 
-BAR = 24  # characters of the longest
+BAR = 20  # characters of the longest
 NONE = "-"
 
 
@@ -37,24 +37,23 @@ def scaling_lines(plan: RunPlan) -> list[str]:
     if not plan.scaling:
         return []
     longest = max((s.epoch_hours for s in plan.scaling if s.fits and s.epoch_hours is not None), default=None)
-    head = ("GPUs", "zero", "GiB a GPU", "a step", "hours an epoch", "GPU-hours", "")
+    head = ("GPUs", "zero", "GiB a GPU", "a host", "a step", "hours an epoch", "GPU-hours", "a step")
     rows = [head, *(_scale(scale, longest, here=scale.gpus == plan.world_size) for scale in plan.scaling)]
     title = "The same run on other numbers of GPUs"
     if longest is None:
         title += " (hours: once the rows are counted)"
-    return [title, *lines.table(rows, right=(0, 2, 3, 4, 5))]
+    return [title, *lines.table(rows, right=(0, 2, 3, 4, 5, 6))]
 
 
 def _scale(scale: Scale, longest: float | None, *, here: bool) -> tuple[str, ...]:
     hours = scale.epoch_hours if scale.fits else None
     drawn = "#" * math.ceil(BAR * hours / longest) if hours is not None and longest else ""
-    host = f"({lines.gib(scale.host_bytes)} GiB of main memory a host)" if "offload" in scale.zero else ""
-    fits = host if scale.fits else "does not fit"
-    note = " ".join(filter(None, (drawn, fits, "<- this plan" if here else "")))
+    note = " ".join(filter(None, (drawn, "" if scale.fits else "does not fit", "<- this plan" if here else "")))
     return (
         f"{scale.gpus}",
         scale.zero,
         lines.gib(scale.gpu_bytes),
+        lines.gib(scale.host_bytes),
         NONE if scale.step_s is None or not scale.fits else lines.seconds(scale.step_s),
         _digits(hours),
         _digits(scale.epoch_gpu_hours if scale.fits else None),

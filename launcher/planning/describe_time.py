@@ -62,11 +62,10 @@ def _remarks(plan: RunPlan, time: TimeEstimate) -> list[tuple[str, str]]:
 
 
 def _gathers(plan: RunPlan, least: int) -> str:
-    """Whether gathering weights is, or with another setting would be, hidden behind computing."""
-    most, here = plan.batch.max_tokens, plan.deepspeed["zero_optimization"]["stage"] == 3
-    text = f"gathering weights {'hides' if here else 'would hide'} behind computing above about {least:,} tokens"
-    text = f"{text} a GPU and micro-batch; here at most {most:,}"
-    return f"{text}, so the GPUs wait for weights" if here and most <= least else text
+    """Whether gathering weights is hidden behind computing."""
+    text = f"gathering weights hides behind computing above about {least:,} tokens a GPU and micro-batch"
+    text = f"{text}; here at most {plan.batch.max_tokens:,}"
+    return f"{text}, so the GPUs wait for weights" if plan.batch.max_tokens <= least else text
 
 
 def _timeline(spans: Sequence[Span]) -> list[str]:
