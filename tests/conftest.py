@@ -39,6 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # What runs prepare is kept between them; the user's own cache is none of ours.
     os.environ["XDG_CACHE_HOME"] = config.stash.setdefault(CACHE, tempfile.TemporaryDirectory(prefix="cache-")).name
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every child compiles the package anew
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that spin for a core that others use made tests 10 times slower
     signal.signal(signal.SIGINT, signal.default_int_handler)  # where pytest runs in the background it is ignored
     # Children find the package from any folder, installed or not, and then what this process finds.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))

@@ -18,7 +18,6 @@ from launcher.planning.facts import Resume, TextFile
 from launcher.planning.lines import WIDTH
 from launcher.planning.placement import place
 from launcher.planning.plan import make_plan
-from launcher.resources import conf_dir
 from launcher.spec import plan_from_json, plan_to_json
 from tests.planning_support import GIB, NOW, compose, gpus, hostfile, known, plan
 
@@ -80,17 +79,6 @@ def test_the_first_line_says_where_hosts_come_from() -> None:
     first = describe(plan(hostfile=hostfile("example"))).splitlines()[0]
     assert first == "Hosts  hostfiles/example: all 2 hosts"
     assert not plan(hostfile=hostfile("example")).hosts_assumed
-
-
-@pytest.mark.parametrize("model", sorted(path.stem for path in (conf_dir() / "model").glob("*.yaml")))
-def test_every_model_plans_on_gpus(model: str) -> None:
-    local = {"arch": compose("model=tiny").model.arch} if model == "local" else {}
-    words = ("model.path=/m",) if model == "local" else ()
-    made = plan(f"model={model}", "zero=stage3", "nodes=2", "dataset=jsonl", "dataset.train=a", *words, **local)
-    assert made.precision == "bf16"
-    assert made.world_size == 16
-    assert made.batch.max_tokens >= 4096
-    assert sum(made.trainable.values()) > 0
 
 
 def test_hosts_gpus_and_filters() -> None:

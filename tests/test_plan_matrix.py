@@ -91,6 +91,8 @@ def check(made: RunPlan, zero: str) -> None:
     assert (total > usable or (zero == "auto" and "offload" in made.zero_name)) == bool(said)
     assert total <= GPU_BYTES
     assert min(made.memory.values()) >= 0
+    assert made.precision == "bf16"
+    assert sum(made.trainable.values()) > 0
     assert made.batch.max_tokens >= made.config.dataset.max_length
     assert made.zero_name == zero or zero == "auto"
     first, *others = made.choices

@@ -228,10 +228,10 @@ def test_a_killed_process_takes_the_run_down_and_leaves_nothing(victim: str, tmp
 def test_the_demo_learns_and_its_control_does_not(tmp_path: Path) -> None:
     """The demo, shortened; then with labels shuffled inside each training group."""
     demo, control = tmp_path / "demo", tmp_path / "control"
-    # By step 60 the demo has 0.69. Both begin with the same weights, which are scored once.
+    # In 60 steps the demo reaches 0.69. Both begin with the same weights, which are scored once.
     shuffled = ["dataset.shuffle_labels=true", "train.max_steps=60", "eval.at_start=false", "checkpoint.export=false"]
     final = []
-    short = ["train.max_steps=160", "eval.every_steps=null"]  # all 400 steps reach 0.99
+    short = ["train.max_steps=120", "eval.every_steps=null"]  # all 400 steps reach 0.99
     for folder, overrides in ((demo, short), (control, shuffled)):
         command = [sys.executable, "-m", "launcher", f"run.dir={folder}", *overrides]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
@@ -240,5 +240,5 @@ def test_the_demo_learns_and_its_control_does_not(tmp_path: Path) -> None:
         values = [line["eval/ndcg@10"] for line in lines if line["kind"] == "eval"]
         final.append(values)
     assert final[0][0] < 0.6  # chance is 0.49
-    assert final[0][-1] >= 0.85  # 0.93 when this was written
+    assert final[0][-1] >= 0.75  # 0.83 when this was written
     assert final[1] == [pytest.approx(0.49, abs=0.11)]

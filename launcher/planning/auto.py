@@ -81,14 +81,14 @@ def weighed(scales: Scales, setting: Setting) -> list[Weighed]:
         typed = 0
     sizes, found = token_sizes(ask), list[Weighed]()
     for tokens in sizes:
-        if typed is not None:
-            found.append(scales.weigh(setting, tokens, typed))
-        else:
-            found.append(fewest_layers(partial(scales.weigh, setting, tokens), most))
+        weigh = partial(scales.weigh, setting, tokens)
+        found.append(fewest_layers(weigh, most) if typed is None else weigh(typed))
+        if not found[-1].fits:
+            break  # nor do larger ones
     for layers in {0, most} if typed is None else {typed}:
         # Between those sizes may lie the one that just fills the GPU.
-        one = largest(partial(scales.weigh, setting, layers=layers), sizes[0], sizes[-1])
-        found += [one] if one is not None and len(sizes) > 1 else []
+        filling = largest(partial(scales.weigh, setting, layers=layers), sizes[0], sizes[-1])
+        found += [filling] if filling is not None and len(sizes) > 1 else []
     if not any(one.fits for one in found):
         least = min(found, key=lambda one: one.memory.total)
         return [scales.timed(least)]

@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 os.environ["DS_ACCELERATOR"] = "cpu"
-sys.modules["mlflow"] = None  # type: ignore[assignment]  # as launcher.training.spared
 
 import deepspeed
 import deepspeed.ops

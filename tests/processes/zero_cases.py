@@ -90,7 +90,6 @@ PRESET_CASES: dict[str, tuple[dict[str, Any], int]] = {
     "stage2_offload": ({"preset": "stage2_offload"}, 300),
     "stage2_offload, lora": ({"preset": "stage2_offload", "tune": LORA}, 300),
     "stage3_offload": ({"preset": "stage3_offload"}, 300),
-    "stage3_offload, lora, recomputed": ({"preset": "stage3_offload", "tune": LORA, "recompute": True}, 300),
     "stage2_bf16_states": ({"preset": "stage2_bf16_states", "bf16": True}, 300),
     "stage3_bf16_states": ({"preset": "stage3_bf16_states", "bf16": True}, 300),
 }
@@ -104,10 +103,12 @@ RANK_CASES: dict[str, tuple[dict[str, Any], int]] = {
 
 # Cases that have nothing of their own in other stages than this, where most can go wrong with them.
 ONE_STAGE = {
+    "full, one micro-batch": 2,
     "full, pointwise": 2,
     "answers, small micro-batches": 3,
     "lora, recomputed": 3,
     "lora, weights from files": 3,
+    "head and projector": 3,
 }
 ONE_RANK = ("full, one micro-batch", "full, small micro-batches", "lora", "bf16")
 
