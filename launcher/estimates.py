@@ -62,11 +62,14 @@ class MemoryEstimate:
         return self.reserved - self.gpu.get(FRAGMENTS, 0)
 
 
+LANES = ("GPU", "network", "host link", "host")  # of a timeline, from top to bottom
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
     """Something that happens during a step, for its timeline."""
 
-    lane: str  # GPU | network | host link | host
+    lane: str  # one of LANES
     name: str
     begin_s: float
     end_s: float

@@ -509,9 +509,7 @@ class RunPlan:
     host_env: dict[str, dict[str, str]]  # what the ranks of a host get on top: what differs by host
     cores: dict[str, tuple[tuple[int, ...], ...]]  # host -> processor numbers by local rank; empty: not bound
     commands: dict[str, tuple[str, ...]]  # host -> argv of its `deepspeed` line
-    env_sources: dict[str, str] = field(
-        default_factory=dict
-    )  # variable -> launcher | nccl | forwarded | env.file | env.set
+    env_sources: dict[str, str] = field(default_factory=dict)  # launcher | nccl | forwarded | env.file | env.set
     env_reasons: dict[str, str] = field(default_factory=dict)  # variable of the launcher or of nccl -> why
     memory_moment: str = ""  # MemoryEstimate.moment
     memory_capacity: int | None = None  # bytes that a GPU has (or RAM for a CPU rank); None = not known

@@ -129,7 +129,7 @@ def test_other_versions_other_code_and_missing_data_are_named(hosts: Cluster) ->
     quiet = check(hosts, "cluster.sync=none", path=path)
     assert "the launcher in" not in quiet.stderr
     sent = check(hosts, "cluster.sync=rsync", path=path)
-    assert sent.stderr.startswith("1 problem with") and "versions" in sent.stderr
+    assert sent.stderr.startswith("2 problems with") and "versions" in sent.stderr
     assert "is not the one here: spec.py differs: a run sends it" in sent.stdout
 
 

@@ -175,6 +175,11 @@ def texts(choice: NcclChoice) -> str:
         ),
         ([node(fabric_state="In Progress")], {}, "error: a: the NVSwitches are not ready (In Progress)"),
         (
+            [node(fabric_state="In Progress", fabric_manager="failed")],
+            {},
+            "and CUDA cannot start: nvidia-fabricmanager is failed",
+        ),
+        (
             [node(ports=(roce("m", address=None),))] * 2,
             {"name": "roce"},
             "error: a, b: no IPv4 address of RoCE v2 on m",
@@ -267,7 +272,12 @@ def test_a_fabric_survives_the_probes_json(fabric: Fabric) -> None:
 
 
 def test_a_probe_that_says_nonsense_leaves_things_unknown() -> None:
-    told = {"ports": [{"device": "m"}, {"number": 1}], "interfaces": [{"name": "e", "mtu": "x"}], "driver": 5, "new": 1}
+    told = {
+        "ports": [{"device": "m"}, {"number": 1}],
+        "interfaces": [{"name": "e", "speed_mbps": "x"}],
+        "driver": 5,
+        "new": 1,
+    }
     assert from_probe(told) == Fabric(interfaces=(Interface(name="e"),))
     assert from_probe(None) == from_probe([1]) == Fabric()
 

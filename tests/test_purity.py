@@ -9,8 +9,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from launcher.training.spared import spare_imports
+from tests.tiny import tiny_plan
 
 REPO = Path(__file__).resolve().parent.parent
 PACKAGE = REPO / "launcher"
@@ -110,6 +114,22 @@ def test_the_agent_and_the_data_check_load_little() -> None:
     assert {module for module in modules if under(module, third_party)} == set()
     modules = loaded_after("import launcher.training.check")
     assert {module for module in modules if under(module, {"torch", "deepspeed", "hydra", "omegaconf"})} == set()
+
+
+@pytest.mark.parametrize(
+    ("config", "spared"),
+    [
+        ({}, {"mlflow", "bitsandbytes"}),
+        ({"tune": {"name": "qlora"}}, {"mlflow"}),
+        ({"optim": {"name": "adamw8bit"}}, {"mlflow"}),
+    ],
+)
+def test_ranks_import_nothing_merely_because_it_is_there(
+    config: dict[str, Any], spared: set[str], tmp_path: Path
+) -> None:
+    modules: dict[str, Any] = {"torch": 1}
+    spare_imports(tiny_plan(tmp_path, **config), modules)
+    assert {name for name, module in modules.items() if module is None} == spared
 
 
 def test_nothing_is_read_in_a_form_that_can_run_code() -> None:

@@ -33,7 +33,7 @@ PAGE = ds_configs_dir() / "README.md"
 SHIPPED = sorted(ds_configs_dir().glob("*.json"))
 FINE = Combination(
     stage=2, precision="bf16", device="cuda", hosts=2, tune="full", lora=False, dora=False, optim="adamw", lr="1e-05",
-    offload="none", offload_param="none", overlap=False, master16="none", states16=False, sums="fp32", hpz=False,
+    offload="none", offload_param="none", overlap=False, master16="none", states16=False, sums="fp32",
     qwz=False, qgz=False, qnt=False, part=False, superchip=False, zenflow=False, norm=True, elastic=False, autotp=False,
     long=False,
 )  # fmt: skip
@@ -494,8 +494,7 @@ def test_versions_that_go_wrong(versions: dict[str, str], run: dict[str, Any], t
 
 @pytest.mark.parametrize(("versions", "run"), GOOD, ids=str)
 def test_versions_that_are_fine(versions: dict[str, str], run: dict[str, Any]) -> None:
-    found = list(known_bad.known_bad(_run(**run), versions))
-    assert [v for v in found if "unreadable" not in v.text] == []
+    assert list(known_bad.known_bad(_run(**run), versions)) == []
 
 
 def test_every_bad_version_is_tried() -> None:

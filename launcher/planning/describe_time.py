@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from launcher.estimates import Span, TimeEstimate
+from launcher.estimates import LANES, Span, TimeEstimate
 from launcher.planning import lines
 from launcher.planning.gpus import ASSUMED_KIND, kind_of
 from launcher.planning.pictures import bar, cut_names, lane, letters
@@ -12,7 +12,6 @@ from launcher.planning.speed import share_of_limit
 from launcher.spec import RunPlan
 
 BAR = 74  # characters, as the memory has
-LANES = ("GPU", "network", "host link", "host")
 LANE_WIDTH = 64
 BOUNDS = {
     "compute": "computing on the GPUs",

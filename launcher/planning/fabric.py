@@ -8,13 +8,13 @@ of a host with one InfiniBand card, shortened:
                 "phys_state": "LinkUp", "rate_gbps": 400.0, "driver": "mlx5_core", "netdev": "ib0",
                 "gids": [{"index": 0, "kind": "IB/RoCE v1", "gid": "fe80:0000:...", "netdev": null}]}],
      "interfaces": [{"name": "eno1", "state": "up", "speed_mbps": 25000, "physical": true, "master": null,
-                     "mtu": 1500, "addresses": ["10.0.0.1"]}],
+                     "addresses": ["10.0.0.1"]}],
      "gpus": ["NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3"],
      "links": [["X", "NV18"], ["NV18", "X"]], "p2p": [["X", "OK"], ["OK", "X"]],
      "fabric_state": "Completed", "fabric_status": "Success", "driver": "570.86.15",
      "nccl_version": "2.30.7", "nccl_path": "/venv/lib/.../libnccl.so.2", "unknown": ["NCCL_SOKET_IFNAME"],
      "files": [{"path": "/etc/nccl.conf", "variables": {"NCCL_IB_PCI_RELAXED_ORDERING": "1"}}],
-     "gpudirect": "nvidia_peermem", "memlock_bytes": -1, "shm_bytes": 1081081081}
+     "gpudirect": "nvidia_peermem", "memlock_bytes": -1}
 """
 
 from __future__ import annotations
@@ -91,7 +91,6 @@ class Interface:
     speed_mbps: int | None = None  # None where the kernel says -1 or nothing
     physical: bool = False  # has a `device` link
     master: str | None = None  # bond or bridge that it belongs to
-    mtu: int | None = None
     addresses: tuple[str, ...] = ()  # without prefix lengths
 
     @property
@@ -126,7 +125,6 @@ class Fabric:
     cloud: str | None = None  # aws | gcp | azure | none, from DMI
     product: str | None = None  # DMI product_name: p5.48xlarge
     virtual: bool | None = None  # a virtual machine: flag `hypervisor` of /proc/cpuinfo
-    container: bool | None = None
     efa_plugin: str | None = None  # path of the library of aws-ofi-nccl
     gcp_profile: str | None = None  # path of set_nccl_env.sh (gIB) or nccl-env-profile.sh (FasTrak)
     topo_file: str | None = None  # /opt/microsoft/.../topo.xml
@@ -136,8 +134,6 @@ class Fabric:
     unknown: tuple[str, ...] | None = None  # of the names asked about, those in neither libnccl, libtorch nor a plugin
     files: tuple[SetFile, ...] | None = None
     memlock_bytes: int | None = None  # soft limit; -1 = unlimited
-    shm_bytes: int | None = None  # size of /dev/shm
-    nofile: int | None = None  # soft limit of open files
 
     def among(self, slots: typing.Iterable[int]) -> tuple[str, ...]:
         """Links between each two GPUs of these slots; empty where not known."""

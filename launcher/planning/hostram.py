@@ -17,16 +17,17 @@ from launcher.spec import RunConfig
 # deepspeed 0.19.8, transformers 5.24). With CUDA and NCCL loaded it is more: a guess until it is measured.
 RANK_BYTES = {"cpu": int(0.97e9), "cuda": int(2.2 * GIB)}
 PIXEL_CACHE = 256 * 2**20  # training.pixels: decoded pictures that are kept
+MICRO_STEPS = 2  # taken to be in a step of a rank
 STEPS_AHEAD = 2  # training.steps.prefetched: one step is used while the next is made
 SHARD = 2 * GIB  # training.checkpoint.SHARD_BYTES: tensors that rank 0 holds while it writes
 
 
-def host_parts(setting: Setting, states: States, load: Load, micro_steps: int = 2) -> Parts:
-    """The fullest of loading, training and exporting, for the host of rank 0; `micro_steps` of a rank and step."""
+def host_parts(setting: Setting, states: States, load: Load) -> Parts:
+    """The fullest of loading, training and exporting, for the host of rank 0."""
     begin = {"Python and libraries": RANK_BYTES[setting.device] * setting.slots}
     moments = [
         {**begin, "loading": _loading(setting)},
-        {**begin, **_training(setting, states, load, micro_steps)},
+        {**begin, **_training(setting, states, load)},
     ]
     if setting.config.checkpoint.export:
         # After the engine has gone: rank 0 builds the model again, and then loads what it wrote.
@@ -59,12 +60,12 @@ def _loading(setting: Setting) -> int:
     return _whole(setting) * (1 if setting.stage == 3 or mapped else setting.slots)
 
 
-def _training(setting: Setting, states: States, load: Load, micro_steps: int) -> Parts:
+def _training(setting: Setting, states: States, load: Load) -> Parts:
     v, slots = setting.shape.vision, setting.slots
     values = v.patch_values if v is not None else 0
-    pixels = load.patches * values * numbers(setting).weight * micro_steps * STEPS_AHEAD
+    pixels = load.patches * values * numbers(setting).weight * MICRO_STEPS * STEPS_AHEAD
     once = load.patches * values * 4  # float32, before they are cast
-    pictures = slots * (pixels + once + min(PIXEL_CACHE, 4 * load.patches * values * micro_steps))
+    pictures = slots * (pixels + once + min(PIXEL_CACHE, 4 * load.patches * values * MICRO_STEPS))
     offloaded = {f"offloaded {name}": size * slots for name, size in states.host.items()}
     n = numbers(setting)
     saved = min(SHARD, 12 * n.trained) if _saves(setting.config) else 0

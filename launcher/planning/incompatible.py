@@ -39,7 +39,6 @@ class Combination:
     master16: str  # format of 16-bit master weights, or none
     states16: bool  # Adam's moments in bf16
     sums: str  # format in which gradients add up
-    hpz: bool
     qwz: bool
     qgz: bool
     qnt: bool  # frozen weights kept quantised
@@ -390,7 +389,6 @@ def combination(
         master16="fp16" if fp16.get("fp16_master_weights_and_grads") else half,
         states16=bool(bf16.get("bf16_optimizer_states")),
         sums=deepspeed.get("data_types", {}).get("grad_accum_dtype", "fp32"),
-        hpz=zero.get("zero_hpz_partition_size", 1) not in (0, 1),
         qwz=bool(zero.get("zero_quantized_weights")),
         qgz=bool(zero.get("zero_quantized_gradients")),
         qnt=bool(zero.get("zero_quantized_nontrainable_weights")),

@@ -5,13 +5,13 @@ Pure: `launcher.running` asks each host for its versions, and calls `known_bad` 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.families import family_of
 from launcher.planning.consistency import uses_lora
+from launcher.planning.fabric import version_of
 from launcher.spec import RunPlan
 
 NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
@@ -181,23 +181,13 @@ def _excused(row: Bad, versions: Mapping[str, str]) -> bool:
     if row.unless is None:
         return False
     packages, enough = row.unless
-    return any(numbers(versions[name]) >= numbers(enough) for name in packages if name in versions)
+    return any(_reaches(versions[name], enough) for name in packages if name in versions)
 
 
 def _within(version: str, row: Bad) -> bool:
-    found = numbers(version)
-    return found >= numbers(row.since) and (row.until is None or found < numbers(row.until))
+    return _reaches(version, row.since) and (row.until is None or not _reaches(version, row.until))
 
 
-def numbers(version: str) -> tuple[int, ...]:
-    """The numbers of a version, without trailing zeros; what follows them, as in 2.9.1+cu128, does not count.
-
-    Example:
-        >>> numbers("2.9.1+cu128"), numbers("0.19.8"), numbers("2.9.0") == numbers("2.9"), numbers("5.0rc1")
-        ((2, 9, 1), (0, 19, 8), True, (5,))
-    """
-    match = re.match(r"\d+(?:\.\d+)*", version)
-    found = [int(part) for part in match.group().split(".")] if match else [0]
-    while len(found) > 1 and found[-1] == 0:
-        found.pop()
-    return tuple(found)
+def _reaches(version: str, other: str) -> bool:
+    """Whether a version is that or newer; one without a number is neither old nor new."""
+    return (version_of(version) or ()) >= (version_of(other) or ())

@@ -156,7 +156,9 @@ def _switches(fabric: Fabric) -> Told:
     if not bad:
         return
     text = f"the NVSwitches are not ready ({', '.join(bad)}), and CUDA cannot start"
-    if fabric.fabric_manager_version and fabric.driver and fabric.fabric_manager_version != fabric.driver:
+    if fabric.fabric_manager not in (None, "active"):
+        text += f": nvidia-fabricmanager is {fabric.fabric_manager}"
+    elif fabric.fabric_manager_version and fabric.driver and fabric.fabric_manager_version != fabric.driver:
         text += f": the Fabric Manager is {fabric.fabric_manager_version}, the driver {fabric.driver}"
     yield Found(level=ERROR, text=text, tries=("systemctl restart nvidia-fabricmanager",), machine=True)
 

@@ -155,23 +155,18 @@ class Shape:
         return {**mixing, **mlp}
 
     @property
-    def layer_weights(self) -> int:
-        """Weights of the largest decoder layer, all of its experts included."""
-        return max(_layer_weights(self)) + self.expert_weights
-
-    @property
     def token_weights(self) -> int:
         """Weights of all decoder layers that multiply one token: of the experts only those that are active."""
-        linears = sum(_layer_weights(self))
+        linears = _linear_weights(self)
         e = self.experts
         sparse = 0 if e is None else (e.active * 3 * e.intermediate + e.count) * self.hidden
         return linears + self.layers * sparse
 
 
 @functools.lru_cache(maxsize=64)  # hundreds of settings of one model are weighed for a plan
-def _layer_weights(shape: Shape) -> tuple[int, ...]:
-    """Weights of the linear modules of each decoder layer."""
-    return tuple(weights(shape.decoder(n)) for n in range(shape.layers))
+def _linear_weights(shape: Shape) -> int:
+    """Weights of the linear modules of all decoder layers."""
+    return sum(weights(shape.decoder(n)) for n in range(shape.layers))
 
 
 def weights(linears: Linears) -> int:

@@ -15,7 +15,6 @@ from launcher.planning.shapes import Shape, weights
 from launcher.planning.work import GB, TERA, Work, work
 from launcher.spec import CostModel
 
-HOUR_S = 3600.0
 NETWORK, HOST_LINK, PROCESSOR, PICTURES = (
     f"waiting for {what}" for what in ("the network", "the host link", "the processor", "pictures")
 )
@@ -49,11 +48,6 @@ def cost_model(shape: Shape) -> CostModel:
         patch=patch,
         patch_pair=patch_pair,
     )
-
-
-def epoch_hours(estimate: TimeEstimate, steps_per_epoch: int) -> float:
-    """Hours of an epoch; GPU-hours are as many times more as there are GPUs."""
-    return estimate.step_s * steps_per_epoch / HOUR_S
 
 
 def share_of_limit(flops: float, seconds: float, gpus: int, peak_tflops: float) -> float:

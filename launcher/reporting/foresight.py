@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launcher.estimates import CONTEXT, FRAGMENTS
+from launcher.estimates import CONTEXT, FRAGMENTS, LANES
 from launcher.planning.describe_memory import MOMENTS
 from launcher.reporting import words
 from launcher.reporting.chart import COLORS, NO_STEP, PLAIN_NUMBERS, Chart, Row, Trace, color, figure, label, short
@@ -22,7 +22,6 @@ PATTERNS = ("", "/", ".", "x")  # of the bars of parts, when there are more of t
 PLANNED, SEEN = "planned", "seen"
 NO_TIME = "The plan foretells no time: it is for a CPU, or older than that."
 NO_SCALING = "The plan weighs no other numbers of GPUs: it is for a CPU, or older than that."
-LANES = ("GPU", "network", "host link", "host")
 
 
 def foresight_charts(record: Record) -> list[Chart]:

@@ -124,13 +124,12 @@ def fabric(asked: Fields, machine: Optional[Machine] = None) -> Fields:
     for key in ("gpus", "manager", "nccl"):
         told.update(found[key] or {})
     told.update(tried(cloud, here) or {})
-    told.update(tried(limits, here) or {})
     return dict(
         told,
         files=files,
         gpudirect=tried(gpudirect, here),
+        memlock_bytes=tried(memlock, here),
         virtual=tried(virtual, here),
-        container=tried(container, here),
         iommu=tried(iommu, here),
         efa_plugin=tried(efa_plugin, here, env),
         gcp_profile=next(map(here.name, here.find(GCP_PROFILES)), None),
@@ -259,7 +258,6 @@ def interfaces(here: Machine) -> Optional[List[Fields]]:
             "speed_mbps": number(here.text("%s/%s/speed" % (root, name))),
             "physical": here.has("%s/%s/device" % (root, name)),
             "master": here.target("%s/%s/master" % (root, name)),
-            "mtu": number(here.text("%s/%s/mtu" % (root, name))),
         }
         for name in names
         if os.path.isdir(here.path("%s/%s" % (root, name)))  # bonding_masters is a file
@@ -346,34 +344,15 @@ def virtual(here: Machine) -> Optional[bool]:
     return None if flags is None else "hypervisor" in flags.group(1).split()
 
 
-def container(here: Machine) -> bool:
-    """Whether this is Docker's, Podman's, Kubernetes' or another container."""
-    start = here.text("proc/1/environ") or ""  # another user's cannot be read
-    groups = here.text("proc/1/cgroup") or ""
-    marks = here.has(".dockerenv") or here.has("run/.containerenv") or re.search(r"(^|\0)container=", start)
-    return bool(marks or re.search(r"docker|kubepods|containerd|lxc", groups))
-
-
 def iommu(here: Machine) -> Optional[bool]:
     """Whether the kernel puts an IOMMU between devices."""
     groups = here.list("sys/kernel/iommu_groups")
     return None if groups is None else bool(groups)
 
 
-def limits(here: Machine) -> Fields:
-    """Soft limits of this process, which are those of the ranks; -1 = none."""
-    text = here.text("proc/self/limits") or ""
-    shm = tried(shutil.disk_usage, here.path("dev/shm"))
-    return {
-        "memlock_bytes": limit(text, "Max locked memory"),
-        "nofile": limit(text, "Max open files"),
-        "shm_bytes": None if shm is None else shm.total,
-    }
-
-
-def limit(text: str, name: str) -> Optional[int]:
-    """A line of /proc/PID/limits."""
-    found = re.search(name + r"\s+(\S+)", text)
+def memlock(here: Machine) -> Optional[int]:
+    """Bytes that this process, and so each rank, may pin; -1 = no limit."""
+    found = re.search(r"Max locked memory\s+(\S+)", here.text("proc/self/limits") or "")
     return None if found is None else -1 if found.group(1) == "unlimited" else number(found.group(1))
 
 

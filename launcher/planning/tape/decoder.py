@@ -47,10 +47,8 @@ def _packed(q: Value, k: Value, v: Value, heads: int, packing: Packing) -> Value
 
 def router(x: Value, experts: Experts, tuned: Tuned) -> Value:
     """Weights of each token's experts."""
-    tape = x.storage.tape
     logits = op.linear(x, experts.count, trains=tuned.whole)
     chosen = op.largest(op.saved_result(op.widened(logits)), experts.active)
-    del tape
     return op.cast(op.mul(chosen, op.summed(chosen)), x.width)
 
 
