@@ -527,6 +527,11 @@ class RunPlan:
         return sum(host.slots for host in self.hosts)
 
     @property
+    def layers(self) -> int:
+        """Decoder layers of the model."""
+        return int((self.arch.get("text_config") or self.arch)["num_hidden_layers"])
+
+    @property
     def zero_name(self) -> str:
         """The `zero=` that is used: the one asked for, or what auto has chosen."""
         return self.choices[0].zero if self.config.zero.name == "auto" and self.choices else self.config.zero.name

@@ -44,17 +44,32 @@ class Decision:
 
 def choose(ask: Ask) -> Decision:
     """The fastest setting that fits; where none does, the one that needs least. ConfigError for one that is refused."""
-    scales, named = Scales(ask), ask.config.zero.name != AUTO
+    scales = Scales(ask)
+    settings, found = _candidates(scales)
+    chosen = scales.whole(best(holding_groups(ask, found)))
+    notices = next(said for setting, said in settings if setting.config.zero == chosen.setting.config.zero)
+    if ask.config.zero.name == AUTO and chosen.fits and chosen.layers == ask.shape.layers:
+        found += _beside_the_gpus(scales, found)
+    return Decision(chosen=chosen, notices=notices, choices=_choices(scales, found, chosen))
+
+
+def fastest(ask: Ask) -> Weighed:
+    """The setting that `choose` takes, not compared with others."""
+    scales = Scales(ask)
+    return scales.whole(best(holding_groups(ask, _candidates(scales)[1])))
+
+
+def _candidates(scales: Scales) -> tuple[list[Finished], list[Weighed]]:
+    """The settings that may be taken, and each of them weighed; those that offload where none of the others fits."""
+    ask = scales.ask
+    named = ask.config.zero.name != AUTO
     settings = [setting_of(ask)] if named else list(finished(ask, sharded(ask)))
     found = [one for setting, _ in settings for one in weighed(scales, setting)]
     if not named and not any(one.fits for one in found):
-        settings += finished(ask, OFFLOADED)
-        found = [one for setting, _ in settings for one in weighed(scales, setting)]
-    chosen = scales.whole(best(holding_groups(ask, found)))
-    notices = next(said for setting, said in settings if setting.config.zero == chosen.setting.config.zero)
-    if not named and chosen.fits and chosen.layers == ask.shape.layers:
-        found += _beside_the_gpus(scales, found)
-    return Decision(chosen=chosen, notices=notices, choices=_choices(scales, found, chosen))
+        offloaded = list(finished(ask, OFFLOADED))
+        settings += offloaded
+        found += [one for setting, _ in offloaded for one in weighed(scales, setting)]
+    return settings, found
 
 
 def _beside_the_gpus(scales: Scales, found: Sequence[Weighed]) -> Iterator[Weighed]:

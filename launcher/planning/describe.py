@@ -129,7 +129,7 @@ def _how(how: str, plan: RunPlan) -> str:
 
 def _training(plan: RunPlan) -> list[str]:
     config, batch = plan.config, plan.batch
-    optim, layers = config.optim, (plan.arch.get("text_config") or plan.arch)["num_hidden_layers"]
+    optim, layers = config.optim, plan.layers
     again = plan.checkpointed_layers
     optimizer = f"{OPTIMIZERS[optim.name]}, lr {_rates(plan)}"
     warm = "warm-up not known" if plan.warmup_steps is None else f"warm-up {count(plan.warmup_steps, 'step')}"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from launcher.errors import ConfigError
 from launcher.estimates import Scale
-from launcher.planning.auto import choose
+from launcher.planning.auto import fastest
 from launcher.planning.candidates import AUTO, OFFLOADED, Ask, Scales, Weighed, finished, sharded, token_sizes
 
 COUNTS = (1, 2, 4, 8, 16)
@@ -26,10 +26,10 @@ def side_by_side(ask: Ask, chosen: Weighed) -> tuple[Scale, ...]:
 def _on(ask: Ask, gpus: int) -> Weighed:
     there = ask.on(gpus)
     try:
-        return choose(there).chosen
+        return fastest(there)
     except ConfigError:
         config = replace(ask.config, zero=replace(ask.config.zero, name="stage3", file="stage3.json", config=None))
-        return choose(replace(there, config=config, own=None)).chosen
+        return fastest(replace(there, config=config, own=None))
 
 
 def _scale(ask: Ask, gpus: int, one: Weighed) -> Scale:
@@ -40,7 +40,7 @@ def _scale(ask: Ask, gpus: int, one: Weighed) -> Scale:
         zero=one.zero,
         fits=one.fits,
         gpu_bytes=one.memory.total,
-        host_bytes=sum(Scales(ask.on(gpus)).whole(one).memory.host.values()),
+        host_bytes=sum(one.memory.host.values()),
         step_s=seconds,
         epoch_hours=hours,
         epoch_gpu_hours=None if hours is None else gpus * hours,

@@ -80,15 +80,14 @@ def find_relief(plan: RunPlan, verdict: Verdict, run: RunDir) -> Relief | str | 
     if first is None or first.cause.name != "gpu_memory":
         return None
     tokens = ((first.error or {}).get("details") or {}).get("tokens")
-    layers = int((plan.arch.get("text_config") or plan.arch)["num_hidden_layers"])
     limit = plan.batch.max_tokens
     if not tokens:
         return "the GPU's memory ended before the first micro-batch, and a smaller one changes nothing"
     smaller = smaller_micro_batch(limit, int(tokens))
     if smaller >= _longest(plan, run):
         return Relief(max_tokens=smaller, checkpointed_layers=plan.checkpointed_layers)
-    if plan.checkpointed_layers < layers:
-        return Relief(max_tokens=limit, checkpointed_layers=layers)
+    if plan.checkpointed_layers < plan.layers:
+        return Relief(max_tokens=limit, checkpointed_layers=plan.layers)
     return f"batch.max_tokens={limit} cannot be smaller and still hold the longest row, and all layers are recomputed"
 
 

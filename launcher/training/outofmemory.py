@@ -92,10 +92,10 @@ def explain(plan: RunPlan, moment: str, tokens: int, seen: Seen) -> GpuMemoryErr
 
 def _tries(plan: RunPlan, tokens: int) -> Iterator[str]:
     """What to type that the plan does not have yet."""
-    config, layers = plan.config, int((plan.arch.get("text_config") or plan.arch)["num_hidden_layers"])
+    config = plan.config
     if tokens:
         yield f"batch.max_tokens={smaller_micro_batch(plan.batch.max_tokens, tokens)}"
-    if plan.checkpointed_layers < layers:
+    if plan.checkpointed_layers < plan.layers:
         yield "memory.gradient_checkpointing=all"
     fixed = [("zero", config.zero.name), ("batch.max_tokens", config.batch.max_tokens)]
     if words := " ".join(f"{key}=auto" for key, value in fixed if value != "auto"):
