@@ -124,6 +124,7 @@ class DatasetConfig:
     on_bad: str = "error"  # error | skip
     max_bad_fraction: float = 0.1
     shuffle_labels: bool = False
+    workers: int | None = None  # threads of a rank that decode and pack ahead; None: its processors but one
 
     def sources(self, split: str) -> tuple[str, ...]:
         """What `train` or `eval` names, one entry a source."""
@@ -182,6 +183,7 @@ class TrainConfig:
     max_steps: int | None = None
     seed: int = 42
     deterministic: bool = False
+    kernels: str = "auto"  # auto | fused | plain: how decoder layers are computed
     max_bad_steps: int = 10  # in a row: loss not finite, skipped, or exactly 0
 
 
@@ -235,7 +237,7 @@ class PrecisionConfig:
 class AttentionConfig:
     """Attention kernel of the language model."""
 
-    name: str = "auto"  # auto | flash_attention_3 | flash_attention_2 | varlen | sdpa
+    name: str = "auto"  # auto | cudnn | flash_attention_4 | flash_attention_3 | flash_attention_2 | varlen | sdpa
     shared_prefix: bool = True
 
 
@@ -245,6 +247,7 @@ class MemoryConfig:
 
     gradient_checkpointing: str = "auto"  # auto | all | none | number of layers
     headroom: float = 0.05  # share of a GPU's memory that a plan leaves free
+    vision_cache_gib: float = 0.0  # main memory of each rank for features of images; 0 = none are kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -493,7 +496,7 @@ class RunPlan:
     master_port: int | None
     precision: str  # bf16 | fp16 | fp32
     precision_reason: str
-    attention: str  # flash_attention_3 | flash_attention_2 | varlen | sdpa | reference | auto
+    attention: str  # a name of conf/attention, or reference
     attention_reason: str
     checkpointed_layers: int  # decoder layers recomputed in the backward pass
     lr: float

@@ -40,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["XDG_CACHE_HOME"] = config.stash.setdefault(CACHE, tempfile.TemporaryDirectory(prefix="cache-")).name
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every child compiles the package anew
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that spin for a core that others use made tests 10 times slower
+    if not _count_gpus():
+        os.environ["TRITON_INTERPRET"] = "1"  # read at Triton's import: kernels then run on CPU, as numpy
     signal.signal(signal.SIGINT, signal.default_int_handler)  # where pytest runs in the background it is ignored
     # Children find the package from any folder, installed or not, and then what this process finds.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))

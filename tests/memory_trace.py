@@ -9,11 +9,12 @@ takes and gives back inside itself is invisible here, except for the flash kerne
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,10 +22,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from launcher.estimates import Load
 from launcher.families import family_of
+from launcher.kernels import fused_layers
 from launcher.spec import RunPlan
-from launcher.training import attention, backbone, heads, models, scoring, tuning
+from launcher.training import attention, backbone, heads, models, scoring, token_loss, tuning, vision_sight
 from launcher.training.batching import MicroBatch
+from launcher.training.fused import layer as fused_layer
 from launcher.training.losses import loss_of
+from launcher.training.patches import Patches
+from launcher.training.vision_tower import FrozenTower
 
 META = torch.device("meta")
 BLOCK = 512  # bytes; CUDA's caching allocator rounds up to it
@@ -94,7 +99,11 @@ class Counter(TorchDispatchMode):
         """What takes the place of an operation that a mode or a meta tensor would change; None for most."""
         if func is aten._to_copy.default and kwargs.get("device") == META and not args[0].is_floating_point():
             kwargs["device"] = torch.device("cpu")  # integers and booleans stay real: what they select must be known
-        summed = func is aten.add.Tensor and torch._C._current_autograd_node() and not torch.is_grad_enabled()
+        if torch._C._current_autograd_node() is None or torch.is_grad_enabled():
+            return None
+        if func is aten.index_add.default:
+            return args[0]  # the gradient of index_select is added into its zeros, except under a dispatch mode
+        summed = func is aten.add.Tensor and isinstance(args[1], torch.Tensor)
         if summed and args[0].shape == args[1].shape and _only_owner(args[0]):
             return args[0]  # autograd adds a second gradient into the first, except under a dispatch mode
         return None
@@ -211,8 +220,39 @@ def _as_on_cuda() -> Iterator[None]:
         return tensor(data, **options)
 
     F.scaled_dot_product_attention, F.dropout, torch.tensor = attend, drop, make  # type: ignore[assignment]
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bitsandbytes.functional.dequantize_4bit", lambda weight, _: torch.empty_like(weight))
+        # Triton's kernels and a product into its sums
+        _use_kernels(patch)
+        patch.setattr(token_loss, "statistics", lambda logits, _: logits.new_empty(3, len(logits), dtype=torch.float32))
+        patch.setattr(token_loss, "slope_", lambda *_: None)
+        patch.setattr(token_loss, "add_product_", lambda *_: None)
+        yield
     F.scaled_dot_product_attention, F.dropout, torch.tensor = attention, dropout, tensor
+
+
+def _use_kernels(patch: pytest.MonkeyPatch) -> None:
+    """Triton's kernels in place of their references: what calls them allocates, and they are not launched."""
+    from launcher.training import attention_rows, token_loss_kernels, vision_ops
+    from launcher.training.fused import kernels, ops
+
+    jitted = type(token_loss_kernels._slope)  # Triton's, or that of what interprets kernels
+    patch.setattr(jitted, "__getitem__", lambda self, grid: lambda *args, **options: None)
+    for name in kernels.__all__:
+        if hasattr(ops, name):
+            patch.setattr(ops, name, getattr(kernels, name))
+    patch.setattr(attention_rows, "merge_", lambda *_: None)
+    patch.setattr(attention_rows, "add_", lambda *_: None)
+    patch.setattr(attention_rows, "sum_rows", _sums)
+    patch.setattr(vision_ops, "turn_", lambda *_: None)
+    patch.setattr(vision_ops, "add_norm_", lambda x, *_: torch.empty_like(x))
+    patch.setattr(vision_ops, "silu_times_", lambda gate, _: gate)
+    patch.setattr(vision_ops, "gelu_linear", lambda x, linear: F.linear(x, linear.weight, linear.bias))
+
+
+def _sums(first: torch.Tensor, second: torch.Tensor, length: int, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = length, *first.shape[1:]
+    return first.new_empty(shape), second.new_empty(shape)
 
 
 def make_batch(prompts: Prompts, plan: RunPlan, shape: Any) -> tuple[MicroBatch, Load]:
@@ -247,7 +287,6 @@ def make_batch(prompts: Prompts, plan: RunPlan, shape: Any) -> tuple[MicroBatch,
             predicting += range(rows[1] - prompts.answers, rows[1])
     recurrent = family_of(plan.config.model, plan.arch).recurrent
     layout = attention.make_layout(queries, prefixes, padded=recurrent)
-    dtype = models.DTYPES[plan.precision]
     number = len(last)
     batch = MicroBatch(
         input_ids=torch.zeros(row, dtype=torch.int64),
@@ -260,10 +299,9 @@ def make_batch(prompts: Prompts, plan: RunPlan, shape: Any) -> tuple[MicroBatch,
         predicted=torch.zeros(len(predicting), dtype=torch.int64),
         group=torch.arange(prompts.groups).repeat_interleave(prompts.documents),
         document=torch.zeros(number, dtype=torch.int64),
-        pixel_values=torch.empty(images * patches, shape.vision.patch_values, dtype=dtype, device=META)
-        if images
-        else None,
+        pixel_values=_pixels(images * patches, shape) if images else None,
         grid_thw=torch.tensor([[1, *prompts.grid]] * images) if images else None,
+        grids=((1, *prompts.grid),) * images,
         visual_rows=torch.tensor(visual) if images else None,
         visual_source=torch.arange(len(visual)) if images else None,
     )
@@ -278,6 +316,11 @@ def make_batch(prompts: Prompts, plan: RunPlan, shape: Any) -> tuple[MicroBatch,
     return batch, load
 
 
+def _pixels(patches: int, shape: Any) -> Patches:
+    values = torch.empty(patches, shape.vision.patch_values // 2, dtype=torch.uint8, device=META)
+    return Patches(values, torch.empty(3, 256, device=META), 2)
+
+
 def trace(plan: RunPlan, shape: Any, prompts: Prompts, *, detail: bool = False) -> tuple[Traced, Load]:
     """Bytes of one micro-batch through the plan's Scorer and its loss."""
     family, tune = family_of(plan.config.model, plan.arch), plan.config.tune
@@ -287,11 +330,18 @@ def trace(plan: RunPlan, shape: Any, prompts: Prompts, *, detail: bool = False) 
     language, tower = backbone.language_of(model.model), backbone.tower_of(model.model)
     attention.install(language, tower, "varlen", layout_padded=False, packed=not family.recurrent)
     tuned = tuning.apply_tuning(model, tune, family, dtype)
-    tuning.checkpoint_layers(model.model, plan.checkpointed_layers)
     tuned.to(META)
+    if tune.name == "qlora":
+        _take_for_4_bits(language, dtype)
+    if fused_layers(plan.config, family, "cuda")[0]:
+        fused_layer.install(language, "varlen")
+        if plan.deepspeed["zero_optimization"]["stage"] < 3:
+            fused_layer.lay_together(language)
+    tuning.checkpoint_layers(model.model, plan.checkpointed_layers)
     head = heads.make_head(plan, model, {"no": 0, "yes": 1}, META).to(META)
     trains = tower is not None and any(p.requires_grad for p in tower.parameters())
-    scorer = scoring.Scorer(tuned, head, always_see=trains, padded=False).train()
+    sight = None if tower is None else vision_sight.make_sight(tower, family, "varlen", 0, META)
+    scorer = scoring.Scorer(tuned, head, always_see=trains, padded=False, sight=sight).train()
     for parameter in scorer.parameters():
         if parameter.requires_grad:  # DeepSpeed takes a gradient away as it arrives
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
@@ -308,17 +358,32 @@ def trace(plan: RunPlan, shape: Any, prompts: Prompts, *, detail: bool = False) 
         alive = _by_owner(counter.owners)
         value.backward()
         backward, where_backward = counter.restart()
+        tables = _tables(sight)
         if backward > forward:
             owners = counter.peak_owners
     return Traced(
-        kept=kept,
-        forward=forward,
-        backward=backward,
+        kept=kept - tables,
+        forward=forward - tables,
+        backward=backward - tables,
         where_forward=where_forward,
         where_backward=where_backward,
         alive=alive,
         fullest=_by_owner(owners),
     ), load
+
+
+def _take_for_4_bits(language: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Frozen weights of layers look like bitsandbytes', but that they have all of their bits."""
+    for name, module in language.named_modules():
+        if isinstance(module, torch.nn.Linear) and not name.endswith(("lora_A.default", "lora_B.default")):
+            module.weight.quant_state = None  # type: ignore[attr-defined]
+            module.compute_dtype = dtype
+
+
+def _tables(sight: vision_sight.Sight | None) -> int:
+    """Bytes that a tower keeps from one micro-batch to the next, of each size of picture: no part of any."""
+    fast = None if sight is None else sight._compute
+    return sum(f.size for f in fast.tables._frames.values()) if isinstance(fast, FrozenTower) else 0
 
 
 def _by_owner(owners: dict[int, tuple[str, int]]) -> tuple[tuple[str, int], ...]:
@@ -329,7 +394,8 @@ def _by_owner(owners: dict[int, tuple[str, int]]) -> tuple[tuple[str, int], ...]
 
 
 def _tensors(batch: MicroBatch) -> Iterator[torch.Tensor]:
-    fields: Sequence[Any] = [getattr(batch, name) for name in batch.__slots__]
+    fields: list[Any] = [getattr(batch, name) for name in batch.__slots__]
+    fields += [batch.pixel_values.values] if isinstance(batch.pixel_values, Patches) else []
     for value in [*fields, *(getattr(batch.layout, name) for name in ("cu_q", "cu_k", "key_rows"))]:
         if isinstance(value, torch.Tensor):
             yield value

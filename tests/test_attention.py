@@ -1,11 +1,23 @@
-"""The padded CPU kernel against one dense mask; the GPU kernels against the padded one (marked gpu)."""
+"""The padded CPU kernel and the cascade against one dense mask; the GPU kernels against the padded one (marked gpu)."""
 
 from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-from launcher.training.attention import KERNELS, choose_kernel, make_layout, padded_attention
+from launcher.training import attention_packages, attention_ways
+from launcher.training.attention import KERNELS, Layout, choose_kernel, make_layout, packed_attention, padded_attention
+from launcher.training.attention_cudnn import bound
+from tests.attention_parts import PlainPart
+
+Kernel = Callable[..., torch.Tensor]
 
 # Rows of two groups, one with a prefix of 5 and documents of 3, 1 and 4 rows, and a lone prompt of 6.
 QUERIES = [(0, 5), (5, 8), (8, 9), (9, 13), (13, 19)]
@@ -31,16 +43,92 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> to
     return torch.einsum("nqk,knd->qnd", weights.masked_fill(~mask, float("-inf")).softmax(-1), v)
 
 
-def test_padded_kernel_equals_the_dense_definition() -> None:
-    ours, plain = tensors(torch.float64), tensors(torch.float64)
-    layout = make_layout(QUERIES, PREFIXES, padded=True)
-    got, wanted = padded_attention(*ours, layout, 0.25), dense(*plain, 0.25)
+plain = functools.partial(packed_attention, make_part=PlainPart)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "gathers"),
+    [(padded_attention, False), (plain, True), (plain, False)],
+    ids=["padded", "gather", "cascade"],
+)
+def test_kernels_equal_the_dense_definition(kernel: Kernel, gathers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(attention_ways, "gathers_keys", lambda *sizes: asked.append(sizes) or gathers)
+    ours, exact = tensors(torch.float64), tensors(torch.float64)
+    layout = make_layout(QUERIES, PREFIXES, padded=kernel is padded_attention)
+    got, wanted = kernel(*ours, layout, 0.25), dense(*exact, 0.25)
     torch.testing.assert_close(got, wanted, atol=1e-12, rtol=1e-12)
     weight = torch.randn(got.shape, dtype=torch.float64)
-    (got * weight).sum().backward()
-    (wanted * weight).sum().backward()
-    for a, b in zip(ours, plain, strict=True):
-        torch.testing.assert_close(a.grad, b.grad, atol=1e-12, rtol=1e-12)
+    gradients = [torch.autograd.grad((x * weight).sum(), t) for x, t in ((got, ours), (wanted, exact))]
+    assert asked == ([] if kernel is padded_attention else [(19, 34)])
+    for a, b in zip(*gradients, strict=True):
+        assert b[:5].any()  # of the prefix too
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+
+
+def test_segments_without_prefixes_and_whole_images() -> None:
+    ours, exact = tensors(torch.float64), tensors(torch.float64)
+    alone = [(0, 0)] * len(QUERIES)
+    layout, padded = (make_layout(QUERIES, alone, padded=padded) for padded in (False, True))
+    assert layout.shared is None
+    got = plain(*ours, layout, None)
+    torch.testing.assert_close(got, padded_attention(*exact, padded, None), atol=1e-12, rtol=1e-12)
+    images = torch.tensor([0, 4, 19], dtype=torch.int32)
+    k, v = (t.repeat_interleave(2, dim=1) for t in exact[1:])
+    got = plain(*ours, Layout(images, images, None, 15, 15), 0.3, causal=False)
+    for rows in (slice(0, 4), slice(4, 19)):
+        q, keys, values = (t[rows].transpose(0, 1) for t in (exact[0], k, v))
+        wanted = torch.nn.functional.scaled_dot_product_attention(q, keys, values, scale=0.3)
+        torch.testing.assert_close(got[rows], wanted.transpose(0, 1), atol=1e-12, rtol=1e-12)
+
+
+def test_calls_of_shared_prefixes() -> None:
+    """Rows between the entries belong to entries without keys or without queries; bounds only ascend."""
+    queries = [*QUERIES, (19, 21), (21, 25), (25, 26)]
+    prefixes = [*PREFIXES, (19, 19), (19, 21), (19, 21)]
+    shared = make_layout(queries, prefixes, padded=False).shared
+    assert shared is not None
+    assert (shared.queries, shared.keys) == ((5, 26), (0, 21))
+    assert shared.call.cu_q.tolist() == [0, 8, 16, 16, 21]
+    assert shared.call.cu_k.tolist() == [0, 5, 5, 19, 21]
+    assert (shared.call.max_q, shared.call.max_k) == (8, 5)
+    assert shared.documents.tolist() == [*range(8), *range(16, 21)]
+    assert shared.prefixes.tolist() == [*range(5), 19, 20]
+    assert shared.to(torch.device("meta")).call.cu_q.is_meta
+
+
+def test_prefixes_out_of_order_are_left_to_gathered_keys() -> None:
+    layout = make_layout([(0, 4), (4, 6), (6, 9), (9, 19)], [(0, 0), (4, 4), (4, 6), (0, 4)], padded=False)
+    assert layout.shared is None
+    padded = make_layout([(0, 4), (4, 6), (6, 9), (9, 19)], [(0, 0), (4, 4), (4, 6), (0, 4)], padded=True)
+    rows = tensors(torch.float64)
+    wanted = padded_attention(*rows, padded, None)
+    torch.testing.assert_close(plain(*rows, layout, None), wanted, atol=1e-12, rtol=1e-12)
+
+
+def test_gradients_of_gathered_rows_are_added_up_in_float32() -> None:
+    """256 + 1 is 256 in bf16."""
+    source = torch.zeros(3, 1, dtype=torch.bfloat16, requires_grad=True)
+    gathered = attention_packages.Gather.apply(source, torch.tensor([0, 1, 1, 1, 1, 1]))
+    weight = torch.tensor([3.0, 256.0, 1.0, 1.0, 1.0, 1.0], dtype=torch.bfloat16)
+    (gathered[:, 0] * weight).sum().backward()
+    assert source.grad is not None and source.grad[:, 0].tolist() == [3.0, 260.0, 0.0]
+
+
+def test_merging_kernels_interpreted_equal_plain_torch() -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "tests.processes.interpreted_attention"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) == 8
+
+
+def test_upper_bounds_of_graphs_are_few_and_near() -> None:
+    """cuDNN builds a graph for each: at most a third more than needed, or the least step."""
+    for step in (8, 1024):
+        bounds = {number: bound(number, step) for number in range(1, 20_000)}
+        assert all(number <= b < number + max(step, number / 3.9) and b % step == 0 for number, b in bounds.items())
+        assert len(set(bounds.values())) < 50
 
 
 def test_layout_sizes() -> None:
@@ -58,14 +146,27 @@ def test_a_kernel_that_cannot_run_here_is_refused() -> None:
         choose_kernel("flash_attention_2", cpu, torch.bfloat16)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["varlen", "flash_attention_2", "flash_attention_3"])
-def test_flash_kernels_equal_the_cpu_reference(name: str) -> None:
-    import importlib.util
+def test_a_kernel_that_is_not_installed_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-attn-4 lies in a folder of flash-attn's name, and is not flash-attn."""
+    monkeypatch.setattr(attention_packages.importlib.util, "find_spec", lambda name: None)
+    assert attention_packages.missing("varlen") is None
+    for name, package in (("cudnn", "nvidia-cudnn-frontend"), ("flash_attention_4", "flash-attn-4")):
+        with pytest.raises(ImportError, match=f"attention={name} needs {package}: pip install {package}"):
+            choose_kernel(name, torch.device("cuda"), torch.bfloat16)
+    folder = tmp_path / "flash_attn" / "cute"
+    folder.mkdir(parents=True)
+    (folder / "interface.py").touch()
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert attention_packages.missing("flash_attention_4") is None
+    assert "pip install flash-attn " in str(attention_packages.missing("flash_attention_2"))
 
-    packages = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-    if name in packages and importlib.util.find_spec(packages[name]) is None:
-        pytest.skip(f"{packages[name]} is not installed")
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name", ["varlen", *(name for name in attention_packages.FILES if attention_packages.missing(name) is None)]
+)
+def test_flash_kernels_equal_the_cpu_reference(name: str) -> None:
     gpu, cpu = tensors(torch.bfloat16, "cuda", head=64), tensors(torch.float32, head=64)
     cpu = [t.detach().bfloat16().float().requires_grad_() for t in cpu]
     device = torch.device("cuda")

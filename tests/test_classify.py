@@ -64,7 +64,7 @@ def test_logits_are_the_head_times_the_last_hidden_state(parts: dict[str, Any]) 
         ids = torch.from_numpy(prompt.ids)[None]
         inputs: dict[str, Any] = {"mm_token_type_ids": (ids == processors.token_ids(parts["processor"])["image"]).int()}
         if prompt.media:
-            inputs["pixel_values"] = torch.cat([torch.from_numpy(pixels.rows(slot)) for slot in prompt.media])
+            inputs["pixel_values"] = torch.cat([pixels.rows(slot).numbers() for slot in prompt.media])
             inputs["image_grid_thw"] = torch.tensor([slot.grid for slot in prompt.media])
         hidden = core(input_ids=ids, use_cache=False, **inputs).last_hidden_state[0, -1]
         wanted.append(scorer.head.weight @ hidden)

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,9 @@ from launcher.spec import VideoOptions
 from launcher.training import processors
 from launcher.training.images import ImageError, check_image, image_size, open_image, smart_resize
 from launcher.training.media import media_rule
-from launcher.training.pixels import patchify
+from launcher.training.patches import joined
+from launcher.training.pieces import MediaSlot
+from launcher.training.pixels import Pixels
 from launcher.training.rows import Group, Image
 from launcher.training.rowstore import _Tally
 from tests.tiny import tiny_plan
@@ -244,7 +247,7 @@ def test_narrow_pictures_keep_their_channels(tmp_path: Path, size: tuple[int, in
     rule = media_rule(tiny_plan(tmp_path), processor)
     image = encoded(Pillow.new(mode, size, (255, 0, 51) if mode == "RGB" else 51), "PNG")
     assert rule is not None
-    pixels, _ = patchify([open_image(image)], [rule.image(image)], processor.image_processor)
+    pixels = Pixels(processor).rows(MediaSlot(0, 1, image, rule.image(image))).numbers()
     red, green, blue = (1.0, -1.0, -0.6) if mode == "RGB" else (-0.6,) * 3
     channels = pixels.reshape(len(pixels), 3, -1)
     for number, value in enumerate((red, green, blue)):
@@ -308,8 +311,11 @@ def test_patches_equal_the_image_processors_own() -> None:
     pictures = [Pillow.fromarray(random.integers(0, 255, (*size, 3), dtype=np.uint8)) for size in sizes]
     resized = [smart_resize(*size, patch * 2, low, high) for size in sizes]
     grids = [(1, rows // patch, columns // patch) for rows, columns in resized]
-    pixels, grid_thw = patchify(pictures, grids, processor)
+    slots = [MediaSlot(0, 1, encoded(picture, "PNG"), grid) for picture, grid in zip(pictures, grids, strict=True)]
+    pixels = Pixels(SimpleNamespace(image_processor=processor))
+    ours = joined([pixels.rows(slot) for slot in slots])
     expected = processor(images=pictures, return_tensors="pt")
-    assert torch.equal(grid_thw, expected["image_grid_thw"])
-    assert pixels.dtype == torch.float32
-    torch.testing.assert_close(pixels, expected["pixel_values"], atol=1e-6, rtol=0)
+    assert ours.values.dtype == torch.uint8 and ours.values.shape[1] == 3 * patch**2  # one of its two equal frames
+    assert expected["image_grid_thw"].tolist() == [list(grid) for grid in grids]
+    assert torch.equal(ours.numbers(), expected["pixel_values"])
+    assert torch.equal(ours.numbers(torch.bfloat16), expected["pixel_values"].bfloat16())

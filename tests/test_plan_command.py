@@ -22,6 +22,7 @@ from launcher.planning.describe import describe
 from launcher.planning.facts import TextFile
 from launcher.planning.hosts import render_hosts
 from launcher.rundir import RunDir
+from launcher.running.nodelaunch import Accelerator
 from tests.planning_support import gpus, hostfile, plan
 
 TRAINING = ["train", "--plan", "/home/me/runs/x/plan.json"]
@@ -65,7 +66,7 @@ def test_the_node_launcher_reads_our_argv(monkeypatch: pytest.MonkeyPatch) -> No
     launch = importlib.import_module("deepspeed.launcher.launch")
     made = with_port(plan("run.name=x", "gpus=[1,3]", hostfile=hostfile("example")), 23456)
     program, unbuffered, flag, module, *argv = node_launcher_argv(made, 1, "/env/bin/python")
-    assert (program, unbuffered, flag, module) == ("/env/bin/python", "-u", "-m", "deepspeed.launcher.launch")
+    assert (program, unbuffered, flag, module) == ("/env/bin/python", "-u", "-m", "launcher.running.nodelaunch")
     monkeypatch.setattr(sys, "argv", ["launch", *argv])
     args = launch.parse_args()
     assert json.loads(base64.urlsafe_b64decode(args.world_info)) == {"worker-1": [1, 3], "worker-2": [1, 3]}
@@ -74,6 +75,17 @@ def test_the_node_launcher_reads_our_argv(monkeypatch: pytest.MonkeyPatch) -> No
     assert [args.training_script, *args.training_script_args] == ["launcher.training", *TRAINING]
     with pytest.raises(ValueError, match="master_port"):
         node_launcher_argv(plan(), 0, "python")
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_node_launcher_s_stand_in_answers_as_the_accelerator_does(kind: str) -> None:
+    real = vars(importlib.import_module(f"deepspeed.accelerator.{kind}_accelerator"))[f"{kind.upper()}_Accelerator"]
+    theirs: dict[str, str] = {}
+    ours: dict[str, str] = {}
+    real.set_visible_devices_envs(object.__new__(real), theirs, [2, 5])
+    Accelerator().set_visible_devices_envs(ours, [2, 5])
+    assert ours == theirs == {"CUDA_VISIBLE_DEVICES": "2,5"}
+    assert Accelerator().visible_devices_envs() == real.visible_devices_envs(object.__new__(real))
 
 
 def test_a_port_found_later_reaches_the_lines() -> None:

@@ -119,7 +119,7 @@ def test_the_agent_and_the_data_check_load_little() -> None:
 @pytest.mark.parametrize(
     ("config", "spared"),
     [
-        ({}, {"mlflow", "bitsandbytes"}),
+        ({}, {"mlflow", "bitsandbytes", "scipy", "sklearn"}),
         ({"tune": {"name": "qlora"}}, {"mlflow"}),
         ({"optim": {"name": "adamw8bit"}}, {"mlflow"}),
     ],

@@ -1,4 +1,4 @@
-"""The loss on the answers of chats: in chunks against the plain cross-entropy, packed against transformers."""
+"""The loss on the answers of chats, packed, against transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from launcher.errors import ConfigError
-from launcher.training import evaluate, heads, processors
+from launcher.training import evaluate, processors
 from launcher.training.batching import make_units, split_step
 from launcher.training.encoding import make_encoder
 from launcher.training.engine import build_scorer
@@ -23,42 +23,6 @@ from tests.test_chats import CHATS
 from tests.tiny import tiny_arch, tiny_plan
 
 ROWS: list[Row] = [*CHATS.values(), *GROUPS["image documents"], *GROUPS["text"]]
-
-
-def random_tokens(answers: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    make = torch.Generator().manual_seed(answers)
-    hidden = torch.randn(answers, 16, generator=make, dtype=torch.float64).to(dtype).requires_grad_()
-    weight = torch.randn(40, 16, generator=make, dtype=torch.float64).to(dtype).requires_grad_()
-    return hidden, weight, torch.randint(40, (answers,), generator=make)
-
-
-@pytest.mark.parametrize("chunk", [1, 3, 100])
-@pytest.mark.parametrize("answers", [0, 1, 7])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_losses_of_tokens_in_chunks(monkeypatch: Any, chunk: int, answers: int, dtype: torch.dtype) -> None:
-    monkeypatch.setattr(heads, "LOGIT_BYTES", chunk * 4 * 40)
-    hidden, weight, wanted = random_tokens(answers, dtype)
-    exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
-    expected = F.cross_entropy(exact[0] @ exact[1].T, wanted, reduction="none")
-    losses = heads.token_losses(hidden, weight, wanted)
-    scale = torch.linspace(0.5, 2.0, answers)  # every token's gradient has its own factor
-    (losses * scale).sum().backward()
-    (expected * scale).sum().backward()
-    close = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}[dtype]
-    assert losses.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    for got, want in ((losses, expected), (hidden.grad, exact[0].grad), (weight.grad, exact[1].grad)):
-        assert got is not None and got.shape == want.shape
-        torch.testing.assert_close(got.double(), want, atol=close, rtol=close)
-
-
-def test_a_frozen_head_gets_no_gradient_and_passes_its_own_on() -> None:
-    hidden, weight, wanted = random_tokens(5, torch.float32)
-    with torch.no_grad():
-        held = heads.token_losses(hidden, weight, wanted)
-    losses = heads.token_losses(hidden, weight.detach(), wanted)
-    losses.sum().backward()
-    assert torch.equal(held, losses.detach()) and weight.grad is None
-    assert hidden.grad is not None and hidden.grad.abs().sum() > 0
 
 
 def parts(tmp_path: Path, *, tied: bool, **tune: Any) -> dict[str, Any]:
@@ -97,7 +61,7 @@ def test_packed_chats_equal_transformers(tmp_path: Path, tied: bool) -> None:
         kinds = (ids == processors.token_ids(processor)["image"]).int()
         images: dict[str, torch.Tensor] = {}
         if prompt.media:
-            images["pixel_values"] = torch.cat([torch.from_numpy(pixels.rows(slot)) for slot in prompt.media])
+            images["pixel_values"] = torch.cat([pixels.rows(slot).numbers() for slot in prompt.media])
             images["image_grid_thw"] = torch.tensor([slot.grid for slot in prompt.media])
         logits = scorer.model(input_ids=ids, mm_token_type_ids=kinds, use_cache=False, **images).logits[0]
         answer = torch.from_numpy(prompt.answer)

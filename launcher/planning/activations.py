@@ -10,18 +10,20 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from launcher.arithmetic import LOGIT_BYTES
+from launcher.arithmetic import gathers_keys, logit_rows
 from launcher.estimates import Load
-from launcher.planning.setting import Setting
+from launcher.planning.setting import Setting, kernel_of
 from launcher.planning.shapes import Shape
 from launcher.planning.tape.decoder import Packing
-from launcher.planning.tape.network import Network, Tower, network
+from launcher.planning.tape.network import Network, Tower, Way, network
 from launcher.planning.tape.pieces import Piece
 from launcher.planning.tape.recorder import ZERO, Form
 from launcher.spec import TuneConfig
 
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4}
 TOWER, LANGUAGE, AGAIN = "vision tower", "language layers", "inputs of recomputed layers"
+COLOURS, FRAMES = 3, 2  # of a pixel, and of a patch: pictures are shown in both
+DECODED = 8192  # patches whose bytes become numbers at a time (launcher.training.patches)
 REST, BATCH = "embeddings and head", "micro-batch"
 
 
@@ -36,30 +38,40 @@ class Activations:
 
 def activations(setting: Setting, load: Load) -> Activations:
     """Bytes of one micro-batch of a rank. Of a family whose documents are padded rows, `load.tokens` counts padding."""
-    kernel = setting.attention
-    padded = kernel in ("sdpa", "reference") or (kernel == "auto" and setting.precision == "fp32")  # as choose_kernel
-    padded = padded and setting.device == "cuda"
-    packing = Packing(gathered=load.key_rows > 0, padded=padded)
+    kernel = kernel_of(setting)
+    padded = setting.device == "cuda" and kernel in ("sdpa", "reference")
+    way = "own" if not load.key_rows else "gathered" if gathers_keys(load.tokens, load.key_rows) else "cascade"
+    package = kernel.startswith("flash_attention")
+    how = Way(
+        packing=Packing(way=way, padded=padded, package=package, cudnn=kernel == "cudnn"),
+        fused=setting.fused,
+        half=setting.precision == "fp16",
+        together=setting.stage < 3,
+        fast_tower=setting.fast_tower,
+    )
     width = WIDTHS[setting.precision]
     tune, task = setting.config.tune, setting.config.task.name
-    return _activations(setting.shape, tune, task, width, packing, setting.checkpointed_layers, load)
+    pixels = setting.config.model.max_pixels
+    return _activations(setting.shape, tune, task, width, how, setting.checkpointed_layers, load, pixels)
 
 
 @functools.lru_cache(maxsize=8192)  # the same for every ZeRO setting that is weighed
 def _activations(
-    shape: Shape, tune: TuneConfig, task: str, width: int, packing: Packing, checkpointed: int, load: Load
+    shape: Shape, tune: TuneConfig, task: str, width: int, way: Way, checkpointed: int, load: Load, pixels: int | None
 ) -> Activations:
-    pieces = network(shape, tune, task, width, packing, load.patches > 0)
-    return _add_up(pieces, checkpointed, _numbers(shape, load))
+    pieces = network(shape, tune, task, width, way, load.patches > 0)
+    return _add_up(pieces, checkpointed, _numbers(shape, width, load, pixels))
 
 
 Numbers = tuple[int, ...]
 
 
-def _numbers(shape: Shape, load: Load) -> Numbers:
-    """What the forms' coefficients are multiplied by, in the order of recorder.NAMES."""
+def _numbers(shape: Shape, width: int, load: Load, pixels: int | None) -> Numbers:
+    """What the forms' coefficients are multiplied by, in the order of recorder.NAMES; `pixels` of the largest image."""
     share = shape.vision.merge**2 if shape.vision else 1
-    chunk = max(1, LOGIT_BYTES // (4 * shape.vocab))
+    frame = load.patches
+    if pixels is not None and shape.vision is not None:
+        frame = min(frame, COLOURS * FRAMES * pixels // shape.vision.patch_values)
     longest = -(-load.tokens // max(1, load.documents))
     return (
         1,
@@ -72,8 +84,10 @@ def _numbers(shape: Shape, load: Load) -> Numbers:
         load.documents,
         (load.key_rows or load.tokens) * longest,
         load.answers,
-        min(chunk, load.answers),
-        max(0, min(chunk, load.answers - chunk)),
+        min(logit_rows(shape.vocab, width), load.answers),
+        min(DECODED, load.patches),
+        frame,
+        min(load.tokens, max(0, load.key_rows - load.tokens) // 2),  # at most, of two documents or more each
     )
 
 
@@ -118,7 +132,7 @@ def _add_up(model: Network, checkpointed: int, numbers: Numbers) -> Activations:
         _add_tower(total, model.tower, checkpointed > 0, tied)
     held = total.bytes(model.locals)
     held += (mask := total.bytes(model.mask))
-    if checkpointed or model.wide:  # the first layer's input is kept, and the same tensor
+    if checkpointed or model.keeps_input:  # the first layer's input is kept, and the same tensor
         held -= total.bytes(model.decoder[0].kept_input)
     total.add(REST, model.embeddings, during=held, after=waiting * model.maps + tied)
     keeps_mask = min((n for n in model.attending if n < checkpointed), default=None)
@@ -142,6 +156,8 @@ def _add_up(model: Network, checkpointed: int, numbers: Numbers) -> Activations:
 
 def _add_tower(total: _Sum, tower: Tower, again: bool, tied: int) -> None:
     held, feature, state, rotary = map(total.bytes, (tower.locals, tower.feature, tower.state, tower.rotary))
+    for moment in (tower.decoding, tower.tables):
+        total.forward = max(total.forward, total.below + total.bytes(moment))
     if any(block.kept != ZERO for block in tower.blocks):
         total.keep(TOWER, rotary)
     else:

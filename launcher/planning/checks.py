@@ -174,6 +174,7 @@ RULES: dict[str, Rule] = {
     "dataset.max_length": _COUNT,
     "dataset.max_rows": _COUNT,
     "dataset.on_bad": _one_of("error", "skip"),
+    "dataset.workers": _COUNT,
     "task.name": _one_of("rerank", "sft", "classify"),
     "loss.name": _one_of("pointwise", "listwise", "pairwise", "distill", "cross_entropy", "custom"),
     "loss.form": _one_of("ranknet", "margin", "margin_mse", "kl"),
@@ -208,14 +209,18 @@ RULES: dict[str, Rule] = {
     "batch.global_size": _COUNT,
     "batch.max_tokens": Rule("a whole number of 1 or more, or auto", lambda v: v == "auto" or _is_count(v), ("auto",)),
     "zero.file": Rule("the name of a file in ds_configs/ (zero.config takes a file of your own)", _is_folder_name),
+    "train.kernels": _one_of("auto", "fused", "plain"),
     "precision.name": _one_of("auto", "bf16", "fp16", "fp32"),
-    "attention.name": _one_of("auto", "flash_attention_3", "flash_attention_2", "varlen", "sdpa"),
+    "attention.name": _one_of(
+        *("auto", "cudnn", "flash_attention_4", "flash_attention_3", "flash_attention_2", "varlen", "sdpa")
+    ),
     "memory.gradient_checkpointing": Rule(
         "one of auto, all, none, or a number of layers",
         lambda value: value in ("auto", "all", "none") or re.fullmatch(r"[0-9]+", value) is not None,
         ("auto", "all", "none"),
     ),
     "memory.headroom": _below(1),
+    "memory.vision_cache_gib": Rule("0, or 0.25 or more", lambda value: value == 0 or value >= 0.25),  # a slab
     "nccl.name": _one_of(*NCCL_PROFILES),
     "nccl.interface": Rule("the name of one network interface: eth0", _is_interface),
     "nccl.hca": Rule("RDMA devices by their exact names, each once: [mlx5_0,mlx5_3]", _are_devices),

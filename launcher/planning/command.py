@@ -52,13 +52,14 @@ def with_port(plan: RunPlan, master_port: int | None) -> RunPlan:
 
 
 def node_launcher_argv(plan: RunPlan, node_rank: int, python: str) -> list[str]:
-    """What the `deepspeed` line of host `node_rank` would exec: one import of torch less, and no shell."""
+    """What the `deepspeed` line of host `node_rank` would exec, DeepSpeed's node launcher: no shell, and torch is
+    imported by ranks only."""
     if plan.master_port is None:
         raise ValueError("the plan has no master_port yet")
     world = {host.name: list(host.gpus) for host in plan.hosts}
     return [
         python,
-        *("-u", "-m", "deepspeed.launcher.launch"),
+        *("-u", "-m", "launcher.running.nodelaunch"),
         f"--world_info={base64.urlsafe_b64encode(json.dumps(world).encode()).decode()}",
         f"--master_addr={plan.master_addr}",
         f"--master_port={plan.master_port}",

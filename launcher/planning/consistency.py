@@ -23,6 +23,7 @@ LOSS_FORMS = {"pairwise": ("ranknet", "margin"), "distill": ("margin_mse", "kl")
 def contradictions(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     """Everything that must be changed before a run can start, as far as the configuration alone tells."""
     yield from _tune(config)
+    yield from _kept_features(config)
     yield from _patience(config)
     yield from _loss(config)
     yield from _metric(config)
@@ -31,6 +32,16 @@ def contradictions(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     yield from _code(config)
     yield from _export(config)
     yield from _run_folder(config, facts)
+
+
+def _kept_features(config: RunConfig) -> Iterator[Problem]:
+    """Features are kept only where every step would compute the same."""
+    trained = [part for part in ("vision", "projector") if getattr(config.tune, part) != "frozen"]
+    if config.memory.vision_cache_gib and trained:
+        parts = " ".join(f"tune.{part}={getattr(config.tune, part)}" for part in trained)
+        text = f"memory.vision_cache_gib keeps what the vision tower makes of an image, and {parts} changes it"
+        tries = ("memory.vision_cache_gib=0", " ".join(f"tune.{part}=frozen" for part in trained))
+        yield Problem(text, "", tries)
 
 
 def profile_problems(config: RunConfig, device: str, world_size: int, total_steps: int | None) -> Iterator[Problem]:

@@ -8,6 +8,8 @@ the same GPUs differed by half in it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 # Matrix products: share of the best rate, and the width and rows at which half of that is reached.
 PRODUCTS = 0.926
 HALF_WIDTH, HALF_ROWS = 250.0, 150.0
@@ -32,3 +34,28 @@ MODULE_S, GATHER_S, ZERO3_BACKWARD = 3.6e-4, 6.1e-4, 0.515
 # Bytes of a trained parameter that pass a GPU's memory: a micro-step's gradient put into its bucket and added to the
 # float32 sum, which stage 2 takes many small steps for; then norm, clipping, AdamW and the copy into 16 bits.
 GRADIENT_BYTES, STAGE2_GRADIENT_BYTES, OPTIMIZER_BYTES = 14.0, 80.0, 46.0
+
+# Fused decoder layers (train.kernels=auto on GPUs), and what came with them: measured kernel by kernel on one H200 with
+# torch 2.11, not fitted on runs yet.
+FUSED_PRODUCTS = 0.926
+FUSED_MEMORY = 1.0  # of STREAMED: norms, sums, SwiGLU and their gradients reach 84 to 102 % of 4,300 GB/s
+FUSED_ADDING = 2.0  # kernels that add adapters (ZeRO-3, 4-bit weights) take so many times as long
+FUSED_THIN = 1.1  # products with a side of a few values
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Of each pass: share of rates.attention_tflops that long segments reach, and keys a query has on average at which
+    half of that is reached; `vision`: the share of both with a tower's heads of 72."""
+
+    forward: float
+    half_forward: float
+    backward: float
+    half_backward: float
+    vision: float
+
+
+FLASH = Attention(1.04, 583.0, 0.80, 418.0, 0.64)  # PyTorch's and flash-attn 2
+CUDNN = Attention(1.70, 439.0, 1.56, 780.0, 0.55)  # on Hopper
+# Kernels called for a layer in each pass, of which Python calls the backward pass's too; and ZeRO-3's Python for one.
+FUSED_KERNELS, FUSED_BACKWARD_KERNELS, LEAF_S = 60, 80, 2.0e-3

@@ -6,46 +6,17 @@ Matrix products and attention only; elementwise work is memory traffic (launcher
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 from launcher.estimates import Load
+from launcher.planning import fused_work
 from launcher.planning.models import linear_modules, lora_modules
+from launcher.planning.passes import Passes, reaches_input, reaches_language
 from launcher.planning.setting import Setting
 from launcher.planning.shapes import Linears, Shape, VisionShape, weights
 from launcher.spec import TuneConfig
 
 BACKWARD = 2.0  # attention, of its forward: four products where the forward pass has two
 AGAIN = 2.5  # of its forward, with the scores that flash kernels compute again
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Passes:
-    """FLOPs of one part in each pass."""
-
-    forward: float = 0.0
-    backward: float = 0.0  # what the gradients need
-    again: float = 0.0  # forward work that is done again in the backward pass
-
-    @property
-    def needed(self) -> float:
-        """Without what is only computed again."""
-        return self.forward + self.backward
-
-    @property
-    def total(self) -> float:
-        """All that is computed."""
-        return self.needed + self.again
-
-    def times(self, factor: float) -> Passes:
-        """Each pass as much larger."""
-        return Passes(forward=self.forward * factor, backward=self.backward * factor, again=self.again * factor)
-
-    def __add__(self, other: Passes) -> Passes:
-        return Passes(
-            forward=self.forward + other.forward,
-            backward=self.backward + other.backward,
-            again=self.again + other.again,
-        )
 
 
 def flops(setting: Setting, load: Load) -> dict[str, Passes]:
@@ -63,18 +34,10 @@ def flops(setting: Setting, load: Load) -> dict[str, Passes]:
     return {name: passes for name, passes in parts.items() if passes.total}
 
 
-def reaches_language(tune: TuneConfig) -> bool:
-    """Whether gradients run through the language model: something in it or in front of it trains."""
-    return any(part != "frozen" for part in (tune.language, tune.vision, tune.projector))
-
-
-def reaches_input(tune: TuneConfig, *, sees: bool) -> bool:
-    """Whether they run on through the inputs of its first layer."""
-    return tune.language == "full" or (sees and (tune.vision != "frozen" or tune.projector != "frozen"))
-
-
 def _language(setting: Setting, load: Load) -> Passes:
     """Linear layers of the decoder, the experts that a token takes included."""
+    if setting.fused:
+        return fused_work.language(setting, load)
     shape, tune = setting.shape, setting.config.tune
     forward = 2.0 * shape.token_weights * load.tokens
     backward = 0.0
@@ -104,8 +67,10 @@ def _adapters(setting: Setting, load: Load) -> Passes:
     """LoRA matrices of all parts; a gradient of each and one of each one's input."""
     reached = reaches_input(setting.config.tune, sees=load.patches > 0)
     each = _adapters_a_row(setting.shape, setting.config.tune, setting.checkpointed_layers, reached)
-    found = Passes()
+    found = fused_work.adapters(setting, load) if setting.fused else Passes()
     for kind, count in _rows(setting.shape, load).items():
+        if kind == "language" and setting.fused:
+            continue
         passes = each.get(kind, Passes())
         found += passes.times(count)
     return found
@@ -213,12 +178,12 @@ def _vision_attention(setting: Setting, load: Load) -> Passes:
 
 
 def _head(setting: Setting, load: Load) -> Passes:
-    """Logits of the answers; training.heads computes them again in the backward pass."""
+    """Logits of the answers. Of a frozen head the gradient is computed in the forward pass (training.token_loss)."""
     config, shape = setting.config, setting.shape
     forward = 2.0 * shape.hidden * shape.vocab * load.answers
     trains = config.tune.head == "full" or (shape.tied and config.tune.language == "full")
     backward = forward * (reaches_language(config.tune) + trains)
-    return Passes(forward=forward, backward=backward, again=forward if backward else 0.0)
+    return Passes(forward=forward, backward=backward, again=forward * trains)
 
 
 def _seen(shape: Shape) -> VisionShape:

@@ -18,7 +18,7 @@ from launcher.spec import RunConfig
 RANK_BYTES = {"cpu": int(0.97e9), "cuda": int(2.2 * GIB)}
 PIXEL_CACHE = 256 * 2**20  # training.pixels: decoded pictures that are kept
 MICRO_STEPS = 2  # taken to be in a step of a rank
-STEPS_AHEAD = 2  # training.steps.prefetched: one step is used while the next is made
+AHEAD = 5  # micro-batches: training.workers makes 3 beside the one in use, and one is packed out of its pictures
 SHARD = 2 * GIB  # training.checkpoint.SHARD_BYTES: tensors that rank 0 holds while it writes
 
 
@@ -63,13 +63,14 @@ def _loading(setting: Setting) -> int:
 def _training(setting: Setting, states: States, load: Load) -> Parts:
     v, slots = setting.shape.vision, setting.slots
     values = v.patch_values if v is not None else 0
-    pixels = load.patches * values * numbers(setting).weight * MICRO_STEPS * STEPS_AHEAD
-    once = load.patches * values * 4  # float32, before they are cast
-    pictures = slots * (pixels + once + min(PIXEL_CACHE, 4 * load.patches * values * MICRO_STEPS))
+    # Bytes. A picture's two frames are one there, and page-locked memory is taken in powers of two.
+    pixels = load.patches * values * AHEAD
+    kept = int(setting.config.memory.vision_cache_gib * GIB) * slots
+    pictures = slots * (pixels + min(PIXEL_CACHE, load.patches * values * MICRO_STEPS))
     offloaded = {f"offloaded {name}": size * slots for name, size in states.host.items()}
     n = numbers(setting)
     saved = min(SHARD, 12 * n.trained) if _saves(setting.config) else 0
-    return {**offloaded, "pictures": pictures, "saving": saved}
+    return {**offloaded, "pictures": pictures, "features of images": kept, "saving": saved}
 
 
 def _saves(config: RunConfig) -> bool:

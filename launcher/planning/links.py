@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher.families import trains_fully
-from launcher.planning.flops import reaches_language
 from launcher.planning.models import lora_modules, parameter_counts, trainable_counts
+from launcher.planning.passes import reaches_language
 from launcher.planning.rates import Rates
 from launcher.planning.setting import Setting
 
@@ -122,7 +122,7 @@ def sizes_of(setting: Setting) -> Sizes:
     backward = counts["language"] * reaches_language(tune) + counts["vision"] * tower + counts["projector"] * projector
     if task.name == "sft":
         forward, backward = forward + head, backward + head
-    a_layer = len(shape.decoder(0)) + (2 if shape.experts else 0)
+    a_layer = 1 if setting.fused else len(shape.decoder(0)) + (2 if shape.experts else 0)  # fused: gathered whole
     v = shape.vision
     blocks, mergers = (v.depth * len(v.block), 2 * (1 + v.deepstack)) if v else (0, 0)
     return Sizes(

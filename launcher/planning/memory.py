@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from launcher.estimates import CONTEXT, FRAGMENTS, Load, MemoryEstimate
 from launcher.planning.activations import Activations, activations
 from launcher.planning.environ import ALLOCATOR, EXPANDABLE
+from launcher.planning.groups import groups
 from launcher.planning.hostram import RANK_BYTES, disk_parts, host_parts
 from launcher.planning.models import parameter_counts, trainable_counts
 from launcher.planning.setting import Setting
@@ -17,6 +18,9 @@ from launcher.planning.states import Parts, States, plus, states
 from launcher.spec import RunPlan
 
 MIB = 2**20
+TABLES = (
+    128 * MIB
+)  # at most, of pictures' sizes: what a frozen vision tower keeps of them (launcher.training.vision_tables)
 GROWS = "working memory"  # launcher.estimates.grows_with_tokens knows this name, and "activations"
 
 
@@ -68,23 +72,33 @@ def moments(setting: Setting, load: Load) -> dict[str, Parts]:
     """Moment of training (loading, forward, backward, optimizer) -> bytes by part."""
     held, found = states(setting), activations(setting, load)
     kept = {f"activations: {part}": size for part, size in found.kept.items()}
+    stays = {"tables of pictures": TABLES} if setting.fast_tower and load.patches else {}
     bare = {
         "loading": held.loading,
-        "forward": plus(held.forward, kept, {GROWS: found.forward}),
-        "backward": _backward(held, found, kept),
-        "optimizer": held.optimizer,
+        "forward": plus(held.forward, kept, {GROWS: found.forward}, stays),
+        "backward": plus(_backward(held, found, kept, _waiting(setting)), stays),
+        "optimizer": plus(held.optimizer, stays),
     }
     return {name: _with_overheads(setting, parts) for name, parts in bare.items()}
 
 
-def _backward(held: States, found: Activations, kept: Parts) -> Parts:
+def _waiting(setting: Setting) -> int:
+    """Bytes of gradients that a fused layer gives at once, and that wait while one of them fills a bucket."""
+    if not setting.fused or setting.config.tune.language != "full":
+        return 0
+    layer = groups(setting.shape, setting.config.tune)[0]
+    after = sum(layer[name].inner * layer[name].outer for name in ("out", "gate_up", "down"))
+    return (4 if setting.precision == "fp32" else 2) * after
+
+
+def _backward(held: States, found: Activations, kept: Parts, waiting: int) -> Parts:
     """The fuller of its first layer, the first reduction of gradients, and its end.
 
     When a bucket has been filled, the activations of the layers that filled it are gone.
     """
     working, alive = found.backward, sum(kept.values())
     left = int(held.flushed * alive)
-    first = plus(held.backward, kept, {GROWS: max(working, held.flush - left)})
+    first = plus(held.backward, kept, {GROWS: max(working, held.flush + waiting - left)})
     ending = held.ending
     return first if sum(first.values()) >= sum(ending.values()) else ending
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.kernels import fused_layers
+from launcher.planning.gpus import kind_of
 from launcher.planning.shapes import Shape
 from launcher.spec import RunConfig
+
+HOPPER = 9  # compute capability
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +34,33 @@ class Setting:
         return int(self.deepspeed["zero_optimization"]["stage"])
 
     @property
+    def fused(self) -> bool:
+        """Whether decoder layers are computed by the fused functions."""
+        return fused_layers(self.config, self.shape.family, self.device)[0]
+
+    @property
+    def together(self) -> bool:
+        """Whether frozen weights of fused layers lie with their adapters: they stay in place, in 16 bits or more."""
+        return (
+            self.fused and self.stage < 3 and self.config.tune.language == "lora" and self.config.tune.name != "qlora"
+        )
+
+    @property
+    def fast_tower(self) -> bool:
+        """Whether the vision tower runs by launcher.training.vision_tower: it is frozen, and its weights are whole."""
+        return self.config.tune.vision == "frozen" and self.stage < 3
+
+    @property
     def recomputed(self) -> float:
         """Share of the decoder's layers that are computed again in the backward pass."""
         return self.checkpointed_layers / self.shape.layers
+
+
+def kernel_of(setting: Setting) -> str:
+    """The attention kernel of a setting: of `auto`, what launcher.training.attention takes where it is installed."""
+    kernel = setting.attention
+    if kernel != "auto" or setting.device == "cpu":
+        return kernel
+    kind = kind_of(setting.gpu_kind) if setting.gpu_kind is not None else None
+    hopper = kind is not None and kind.capability[0] == HOPPER
+    return "sdpa" if setting.precision == "fp32" else "cudnn" if hopper else "varlen"

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.planning.groups import groups
 from launcher.planning.setting import Setting
 from launcher.planning.tensors import Tensors, tensors
 
@@ -54,8 +55,10 @@ class Numbers:
     moments: float  # of both moments
     trained: int  # elements
     frozen_bytes: int
+    beside_bytes: int  # copies of adapters that lie with frozen weights, and what is between them
     largest: int  # elements of the largest trained tensor
     late: int  # of the largest one that the backward pass reaches last: the embeddings
+    leaf: int  # of a layer that ZeRO-3 gathers whole, 0 where it gathers its parameters one after another
     all: tuple[Tensors, ...]
     zero: dict[str, Any]
     immediate: bool
@@ -100,8 +103,10 @@ def numbers(setting: Setting) -> Numbers:
         moments=MOMENTS_8BIT if config.optim.name == "adamw8bit" else moments,
         trained=sum(t.elements for t in trained),
         frozen_bytes=int(sum(t.elements * (each if t.four_bit else weight) for t in every if not t.trained)),
+        beside_bytes=weight * _beside(setting),
         largest=max((t.size for t in trained), default=0),
         late=max((t.size for t in trained if t.part == "embeddings"), default=0),
+        leaf=sum(g.inner * g.outer for g in groups(setting.shape, config.tune)[0].values()) if setting.fused else 0,
         all=every,
         zero=zero,
         immediate=bool(bf16.get("immediate_grad_update")),
@@ -115,8 +120,15 @@ def states(setting: Setting) -> States:
     return {0: _plain, 1: _stage1, 2: _stage2, 3: _stage3}[n.stage](n, setting)
 
 
+def _beside(setting: Setting) -> int:
+    """Numbers beside frozen weights, for products that take adapters along (launcher.training.fused.projections)."""
+    if not setting.together:
+        return 0
+    return sum(group.beside for layer in groups(setting.shape, setting.config.tune) for group in layer.values())
+
+
 def _weights(n: Numbers) -> Parts:
-    return {"frozen weights": n.frozen_bytes, "trained weights": n.weight * n.trained}
+    return {"frozen weights": n.frozen_bytes + n.beside_bytes, "trained weights": n.weight * n.trained}
 
 
 def _optimizer(n: Numbers) -> Parts:
@@ -323,9 +335,10 @@ def _gathered(n: Numbers) -> int:
     large = [t for t in n.all if t.size > n.key("stage3_param_persistence_threshold", PERSISTENT)]
     total = sum(t.elements for t in large)
     biggest = max((t.size for t in large if t.part not in ("embeddings", "head")), default=0)
+    biggest = max(biggest, n.leaf)
     ahead = n.key("stage3_prefetch_bucket_size", PREFETCH_BUCKET)
     live = n.key("stage3_max_live_parameters", MAX_LIVE) if ahead else biggest
-    live = max(live, max((t.size for t in large), default=0))
+    live = max(live, n.leaf, max((t.size for t in large), default=0))
     return n.weight * (min(total, live + biggest) + min(total, ahead)) + _persistent(n)
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 
 from launcher.estimates import Load
-from launcher.planning.flops import Passes, reaches_language
+from launcher.planning import fitted, fused_work
 from launcher.planning.models import linear_modules, lora_modules
+from launcher.planning.passes import Passes, reaches_language
 from launcher.planning.setting import Setting
 from launcher.planning.shapes import Shape
 from launcher.spec import TuneConfig
@@ -29,11 +30,13 @@ NORM_WEIGHT = (0, 8)  # the gradient of a norm's weight
 LAYER_NORM = (4, 8)  # one kernel
 GELU = (4, 6)
 VISION_ROTARY = (52, 90)  # in float32
+# launcher.training.vision_tower, per hidden value: sums with norms, twice, and queries and keys turned in place.
+FAST_BLOCK, SILU_TIMES = 2 * 8 + 2 * 4, 6
 EXPERT = (20, 20)  # a token's copy for each expert that it takes, there and back, per hidden value
 # Linear attention in plain PyTorch, in float32, per value of its keys and values: chosen for one run of Qwen3.5-4B.
 DELTA = (700, 1400)
 DORA = (100, 50)  # per adapted weight and micro-batch: lengths of the rows of the whole matrix
-LOGITS = 40  # per logit of an answer, both passes: float32 logits, softmax twice, its gradient
+LOGITS = (2, 4)  # per logit of an answer: read for softmax's sums; read and replaced by its slope
 
 
 def traffic(setting: Setting, load: Load) -> dict[str, Passes]:
@@ -56,6 +59,8 @@ def _passes(forward: float, backward: float, *, reached: bool, recomputed: float
 
 
 def _language(setting: Setting, load: Load) -> Passes:
+    if setting.fused:
+        return fused_work.traffic(setting, load, fitted.FUSED_ADDING)
     shape = setting.shape
     h, q, kv = shape.hidden, shape.q_width, shape.kv_width
     attending = len(shape.attending)
@@ -84,7 +89,11 @@ def _adapters(setting: Setting, load: Load) -> Passes:
     merge = shape.vision.merge**2 if shape.vision else 1
     rows = {"language": load.tokens, "vision": load.patches, "projector": load.patches / merge}
     again = {"language": setting.recomputed, "vision": float(setting.checkpointed_layers > 0)}
+    if setting.fused:
+        found += fused_work.adapters_traffic(setting, load)
     for part, (*each, adapted) in _adapters_a_row(shape, setting.config.tune).items():
+        if part == "language" and setting.fused:
+            continue
         forward, backward = (rows[part] * each[way] for way in (0, 1))
         if setting.config.tune.use_dora:
             forward, backward = forward + adapted * DORA[0], backward + adapted * DORA[1]
@@ -108,6 +117,9 @@ def _vision(setting: Setting, load: Load) -> Passes:
     v = setting.shape.vision
     if v is None or not load.patches:
         return Passes()
+    if setting.fast_tower and setting.fused:
+        inner = v.intermediate * SILU_TIMES if v.kind == "qwen2_5" else 0
+        return Passes(forward=load.patches * v.depth * (v.hidden * FAST_BLOCK + inner))
     inside, norm = (GATED, NORM) if v.kind == "qwen2_5" else (GELU, LAYER_NORM)
 
     def bytes_of(way: int) -> float:
@@ -123,5 +135,5 @@ def _vision(setting: Setting, load: Load) -> Passes:
 def _head(setting: Setting, load: Load) -> Passes:
     if setting.config.task.name != "sft":
         return Passes()
-    once = LOGITS / 2 * load.answers * setting.shape.vocab
-    return Passes(forward=once, again=once)
+    logits = load.answers * setting.shape.vocab
+    return Passes(forward=LOGITS[0] * logits, backward=LOGITS[1] * logits)

@@ -300,6 +300,7 @@ _INEFFECTIVE: dict[str, Callable[[dict[str, Any]], tuple[str, str] | None]] = {
     "model.arch": _by_folder,
     "model.min_pixels": _unless_it_sees,
     "model.max_pixels": _unless_it_sees,
+    "memory.vision_cache_gib": _unless_it_sees,
     "tune.vision": _unless_it_sees,
     "tune.projector": _unless_it_sees,
     "dataset.train": _on_digits,

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from launcher.estimates import Load
 from launcher.planning import fitted
-from launcher.planning.flops import Passes, flops, reaches_language
+from launcher.planning.flops import flops
 from launcher.planning.links import Sizes
 from launcher.planning.models import lora_modules
+from launcher.planning.passes import Passes, reaches_language
 from launcher.planning.rates import LAUNCH_S, Rates
-from launcher.planning.setting import Setting
+from launcher.planning.setting import Setting, kernel_of
 from launcher.planning.shapes import weights
 from launcher.planning.traffic import traffic
 
@@ -50,8 +51,10 @@ def work(setting: Setting, load: Load, sizes: Sizes, rates: Rates) -> Work:
         "head": products.get("head", Passes()),
         "4-bit weights": _dequantised(setting, rates),
     }
+    thin, memory = (fitted.FUSED_THIN, fitted.FUSED_MEMORY) if setting.fused else (fitted.THIN, 1.0)
     for name, passes in traffic(setting, load).items():
-        gpu[_SHOWN[name]] += passes.times((fitted.THIN if name == "adapters" else 1.0) / (rates.memory_gbs * GB))
+        slower = thin if name == "adapters" else 1 / memory if name == "language" else 1.0
+        gpu[_SHOWN[name]] += passes.times(slower / (rates.memory_gbs * GB))
     return Work(
         gpu={name: passes for name, passes in gpu.items() if passes.total},
         host=_host(setting, load, sizes, rates),
@@ -62,6 +65,8 @@ def work(setting: Setting, load: Load, sizes: Sizes, rates: Rates) -> Work:
 def _products(name: str, passes: Passes, setting: Setting, load: Load, rates: Rates) -> Passes:
     """Seconds of a part's FLOPs."""
     slow = fitted.FP32_SLOWDOWN if setting.precision == "fp32" else 1.0
+    if name in ("attention", "vision attention") and setting.fused:
+        return _attention(name, passes, setting, load, rates).times(slow)
     if name in ("attention", "vision attention"):
         rate, keys = rates.attention_tflops * TERA, load.pairs / load.tokens
         share = fitted.VISION_ATTENTION if name == "vision attention" else keys / (keys + fitted.HALF_KEYS)
@@ -71,14 +76,28 @@ def _products(name: str, passes: Passes, setting: Setting, load: Load, rates: Ra
         return Passes(forward=passes.forward * first, backward=passes.backward * then, again=passes.again * then)
     vision = setting.shape.vision
     width, rows = (vision.hidden, load.patches) if name == "vision" and vision else (setting.shape.hidden, load.tokens)
-    share = fitted.PRODUCTS * width / (width + fitted.HALF_WIDTH) * rows / (rows + fitted.HALF_ROWS)
+    best = fitted.FUSED_PRODUCTS if setting.fused else fitted.PRODUCTS
+    share = best * width / (width + fitted.HALF_WIDTH) * rows / (rows + fitted.HALF_ROWS)
     return passes.times(slow / (rates.matmul_tflops * TERA * share))
+
+
+def _attention(name: str, passes: Passes, setting: Setting, load: Load, rates: Rates) -> Passes:
+    """Seconds of attention beside fused layers."""
+    kernel = kernel_of(setting)
+    fast = kernel in ("cudnn", "flash_attention_3", "flash_attention_4")
+    known, rate = fitted.CUDNN if fast else fitted.FLASH, rates.attention_tflops * TERA
+    seen = name == "vision attention"
+    keys = load.patch_pairs / max(1, load.patches) if seen else load.pairs / load.tokens
+    rate *= (known.vision if seen else 1.0) * (fitted.PADDED_ATTENTION if kernel in ("sdpa", "reference") else 1.0)
+    first = (keys + known.half_forward) / (rate * known.forward * keys) if keys else 0.0
+    then = (keys + known.half_backward) / (rate * known.backward * keys) if keys else 0.0
+    return Passes(forward=passes.forward * first, backward=passes.backward * then, again=passes.again * then)
 
 
 def _scattered(setting: Setting, load: Load, rates: Rates) -> Passes:
     """Gradients of the keys and values that the documents of a query share."""
-    if not reaches_language(setting.config.tune):
-        return Passes()
+    if setting.fused or not reaches_language(setting.config.tune):
+        return Passes()  # of fused layers: fused_work
     values = 2 * load.key_rows * setting.shape.kv_width * len(setting.shape.attending)
     return Passes(backward=values * fitted.SCATTER_BYTES / (rates.memory_gbs * GB))
 
@@ -107,11 +126,14 @@ def _host(setting: Setting, load: Load, sizes: Sizes, rates: Rates) -> Passes:
     each = fitted.LAYER_KERNELS + (shape.experts.count * fitted.EXPERT_KERNELS if shape.experts else 0)
     deltas = shape.layers - len(shape.attending)
     language = shape.layers * each + adapters * fitted.ADAPTER_KERNELS + deltas * fitted.DELTA_KERNELS
+    back = fitted.BACKWARD_KERNELS
+    if setting.fused:
+        language, back = shape.layers * fitted.FUSED_KERNELS, fitted.FUSED_BACKWARD_KERNELS / fitted.FUSED_KERNELS
     reached, again = reaches_language(tune), setting.recomputed
     tower = blocks * fitted.VISION_KERNELS
     called = reached * language + trains_tower * tower
     repeated = reached * language * again + trains_tower * tower * (again > 0)
-    kernels = Passes(forward=language + tower, backward=fitted.BACKWARD_KERNELS * called, again=repeated)
+    kernels = Passes(forward=language + tower, backward=back * called, again=repeated)
     host = kernels.times(rates.launch_s) + Passes(backward=sizes.tensors * fitted.TENSOR_MICRO_S * _slower(rates))
     return host if setting.stage < 3 else host + _zero3(setting, sizes, adapters, blocks).times(_slower(rates))
 
@@ -121,6 +143,8 @@ def _zero3(setting: Setting, sizes: Sizes, adapters: int, blocks: int) -> Passes
     shape, tune = setting.shape, setting.config.tune
     # Beside its linear modules a layer has norms, attention, MLP, activation and itself.
     layers = (shape.layers * (len(shape.decoder(0)) + 8) + 4 * adapters) * fitted.MODULE_S
+    if setting.fused:
+        layers = shape.layers * fitted.LEAF_S
     tower = 10 * blocks * fitted.MODULE_S
     forward = layers + tower + sizes.gathers[0] * fitted.GATHER_S
     back = layers * reaches_language(tune) + tower * (tune.vision != "frozen") + sizes.gathers[1] * fitted.GATHER_S

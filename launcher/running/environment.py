@@ -21,7 +21,16 @@ from launcher.streams import printable
 
 PACKAGES = (
     *("torch", "torchvision", "deepspeed", "transformers", "peft", "accelerate", "datasets", "tokenizers"),
-    *("safetensors", "flash-attn", "flash-attn-3", "bitsandbytes", "liger-kernel", "triton"),
+    *(
+        "safetensors",
+        "flash-attn",
+        "flash-attn-3",
+        "flash-attn-4",
+        "nvidia-cudnn-frontend",
+        "bitsandbytes",
+        "liger-kernel",
+        "triton",
+    ),
     *("hydra-core", "omegaconf", "numpy", "pyarrow", "pillow", "nvidia-ml-py"),
     *("tensorboard", "wandb", "mlflow", "mlflow-skinny", "swanlab"),
 )

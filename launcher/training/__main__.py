@@ -20,7 +20,7 @@ from launcher.errors import ExitCode, LauncherError
 from launcher.rundir import RunDir
 from launcher.spec import RunPlan, plan_from_json
 from launcher.streams import take_any_text
-from launcher.training.spared import spare_imports
+from launcher.training.spared import pause_collection, spare_imports
 
 FINISHED = ("evaluate", "score", "export", "golden")
 
@@ -88,6 +88,7 @@ def _train(plan: RunPlan) -> NoReturn:
         os._exit(nsys.stand_for(run, rank, status, nsys.command(run, rank, nsys.program())))
     nsys.die_with_guard()
     code = ExitCode.OK
+    pause_collection()
     try:
         from launcher.training.loop import train  # torch comes with it
 

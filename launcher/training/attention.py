@@ -2,107 +2,34 @@
 
 A micro-batch is one row of packed segments. A segment's queries are its own rows; its keys are the rows of
 its group's prefix (if any) and then its own, causal with both ends aligned: exactly what the document would
-see in a prompt of its own. On GPUs this is one variable-length flash call with cu_seqlens_q != cu_seqlens_k;
-on CPU segments are padded and masked, an exact reference. No kernel here is ours.
+see in a prompt of its own. On GPUs this is one variable-length call over gathered keys, or, where prefixes are
+long, two that are merged (attention_ways); on CPU segments are padded and masked, an exact reference. No attention
+kernel here is ours.
 
 Shapes: T packed rows, S segments, K key rows of all segments, n heads, d head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import functools
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
+
+from launcher.training import attention_cudnn
+from launcher.training import attention_packages as packages
+from launcher.training.attention_layout import Layout, make_layout
+from launcher.training.attention_ways import Part, attend
+
+__all__ = ["KERNELS", "Layout", "choose_kernel", "install", "make_layout", "packed_attention", "padded_attention"]
 
 # transformers gives a vision tower one call with cu_seqlens only to implementations named "flash";
 # the text name must not contain it, or loading looks for the flash-attn package.
 TEXT = "launcher_packed"
 VISION = "launcher_packed_flash_vision"
-
-
-@dataclass(frozen=True, slots=True)
-class Padded:
-    """Segments of like shape, padded to Q queries and K keys."""
-
-    query_rows: torch.Tensor  # [S, Q]
-    key_rows: torch.Tensor  # [S, K]
-    mask: torch.Tensor  # [S, 1, Q, K] true = may attend
-    real: torch.Tensor  # [S, Q] false = padding
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> Padded:
-        """The same on a device."""
-        return Padded(*(getattr(self, name).to(device) for name in self.__slots__))
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Which rows attend to which, for both kinds of kernel."""
-
-    cu_q: torch.Tensor  # [S + 1] int32
-    cu_k: torch.Tensor  # [S + 1] int32
-    key_rows: torch.Tensor | None  # [K] rows to gather as keys; None: no segment has a prefix
-    max_q: int
-    max_k: int
-    padded: tuple[Padded, ...] = ()  # CPU only
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> Layout:
-        """The same on a device."""
-        rows = None if self.key_rows is None else self.key_rows.to(device, non_blocking=non_blocking)
-        return replace(
-            self,
-            cu_q=self.cu_q.to(device, non_blocking=non_blocking),
-            cu_k=self.cu_k.to(device, non_blocking=non_blocking),
-            key_rows=rows,
-            padded=tuple(p.to(device) for p in self.padded),
-        )
-
-
-Rows = tuple[int, int]  # begin, end
-
-
-def make_layout(queries: Sequence[Rows], prefixes: Sequence[Rows], *, padded: bool) -> Layout:
-    """Layout of segments given each one's own rows and its prefix's rows (empty when begin == end)."""
-    own = np.array([end - begin for begin, end in queries])
-    before = np.array([end - begin for begin, end in prefixes])
-    keys = [np.r_[p[0] : p[1], q[0] : q[1]] for q, p in zip(queries, prefixes, strict=True)]
-    return Layout(
-        cu_q=torch.from_numpy(np.concatenate([[0], np.cumsum(own)]).astype(np.int32)),
-        cu_k=torch.from_numpy(np.concatenate([[0], np.cumsum(own + before)]).astype(np.int32)),
-        key_rows=torch.from_numpy(np.concatenate(keys)) if before.any() else None,
-        max_q=int(own.max()),
-        max_k=int((own + before).max()),
-        padded=_pad(queries, prefixes, keys) if padded else (),
-    )
-
-
-def _pad(queries: Sequence[Rows], prefixes: Sequence[Rows], keys: Sequence[np.ndarray]) -> tuple[Padded, ...]:
-    """Segments with and without a prefix apart: their shapes differ most."""
-    kinds: dict[bool, list[int]] = {}
-    for index, (begin, end) in enumerate(prefixes):
-        kinds.setdefault(begin < end, []).append(index)
-    out = []
-    for members in kinds.values():
-        length_q = max(queries[i][1] - queries[i][0] for i in members)
-        length_k = max(len(keys[i]) for i in members)
-        query_rows = np.zeros((len(members), length_q), np.int64)
-        key_rows = np.zeros((len(members), length_k), np.int64)
-        mask = np.zeros((len(members), length_q, length_k), bool)
-        real = np.zeros((len(members), length_q), bool)
-        for row, i in enumerate(members):
-            own = queries[i][1] - queries[i][0]
-            query_rows[row, :own] = np.arange(*queries[i])
-            key_rows[row, : len(keys[i])] = keys[i]
-            before = len(keys[i]) - own
-            mask[row, :own, : len(keys[i])] = np.tri(own, len(keys[i]), before, dtype=bool)
-            mask[row, own:, 0] = True  # a padding query must attend to something; its output is dropped
-            real[row, :own] = True
-        tensors = (torch.from_numpy(a) for a in (query_rows, key_rows, mask[:, None], real))
-        out.append(Padded(*tensors))
-    return tuple(out)
+HOPPER = 9  # compute capability
 
 
 def padded_attention(
@@ -119,50 +46,41 @@ def padded_attention(
     return out
 
 
-def varlen_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scale: float | None, causal: bool = True
+def packed_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layout,
+    scale: float | None,
+    causal: bool = True,
+    *,
+    make_part: Callable[[], Part],
 ) -> torch.Tensor:
-    """PyTorch's own flash kernel over variable lengths; same shapes as `padded_attention`."""
-    k, v = _gathered(k, v, layout)
-    out = torch.ops.aten._flash_attention_forward(
-        q, k, v, layout.cu_q, layout.cu_k, layout.max_q, layout.max_k, 0.0, causal, False, scale=scale
-    )
-    return out[0]
+    """A kernel's calls over segments, whichever way is less work; same shapes as `padded_attention`."""
+    q, k, v = (t if t.stride()[1:] == (t.shape[2], 1) else t.contiguous() for t in (q, k, v))
+    return attend(q, k, v, make_part(), layout, scale, causal)
 
 
-def flash_attn_2(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scale: float | None, causal: bool = True
-) -> torch.Tensor:
-    """The flash-attn package, version 2."""
-    from flash_attn import flash_attn_varlen_func
+@functools.cache
+def torch_flash() -> Part:
+    """PyTorch's own flash kernel over variable lengths."""
+    from launcher.training.attention_flash import TorchFlash
 
-    k, v = _gathered(k, v, layout)
-    sizes = (layout.cu_q, layout.cu_k, layout.max_q, layout.max_k)
-    return flash_attn_varlen_func(q, k, v, *sizes, softmax_scale=scale, causal=causal)
+    return TorchFlash()
 
 
-def flash_attn_3(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scale: float | None, causal: bool = True
-) -> torch.Tensor:
-    """The flash-attn package, version 3 (Hopper)."""
-    from flash_attn_interface import flash_attn_varlen_func
-
-    k, v = _gathered(k, v, layout)
-    sizes = (layout.cu_q, layout.cu_k, layout.max_q, layout.max_k)
-    out = flash_attn_varlen_func(q, k, v, *sizes, softmax_scale=scale, causal=causal)
-    return out[0] if isinstance(out, tuple) else out
-
-
-def _gathered(k: torch.Tensor, v: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-    if layout.key_rows is None:
-        return k, v
-    return k.index_select(0, layout.key_rows), v.index_select(0, layout.key_rows)
+@functools.cache
+def cudnn_ragged() -> Part:
+    """cuDNN's flash kernel over variable lengths; a process has one GPU, so one of these."""
+    return attention_cudnn.CudnnRagged()
 
 
 KERNELS: dict[str, Callable[..., torch.Tensor]] = {
-    "flash_attention_3": flash_attn_3,
-    "flash_attention_2": flash_attn_2,
-    "varlen": varlen_attention,
+    "cudnn": functools.partial(packed_attention, make_part=cudnn_ragged),
+    "flash_attention_4": packages.flash_attn_4,
+    "flash_attention_3": packages.flash_attn_3,
+    "flash_attention_2": packages.flash_attn_2,
+    "varlen": functools.partial(packed_attention, make_part=torch_flash),
     "sdpa": padded_attention,
     "reference": padded_attention,
 }
@@ -173,8 +91,6 @@ def choose_kernel(asked: str, device: torch.device, dtype: torch.dtype) -> tuple
 
     Raises ImportError or ValueError when the one asked for can't run here: never a silent substitute.
     """
-    import importlib.util
-
     if device.type == "cpu":
         if asked not in ("auto", "sdpa", "reference"):
             raise ValueError(f"attention={asked} needs a GPU; on CPU use attention=auto")
@@ -185,17 +101,23 @@ def choose_kernel(asked: str, device: torch.device, dtype: torch.dtype) -> tuple
         if asked != "auto":
             raise ValueError(f"attention={asked} has no float32 kernel; use attention=sdpa or precision=bf16")
         return "sdpa", "float32: flash kernels take 16-bit inputs only"
-    packages = {"flash_attention_3": "flash_attn_interface", "flash_attention_2": "flash_attn"}
-    if asked in packages and importlib.util.find_spec(packages[asked]) is None:
-        raise ImportError(f"attention={asked} needs the package {packages[asked]}, which isn't installed")
-    if asked != "auto":
-        return asked, "asked for"
-    hopper = torch.cuda.get_device_capability(device) >= (9, 0)
-    if hopper and importlib.util.find_spec("flash_attn_interface") is not None:
-        return "flash_attention_3", "installed, and the GPU is Hopper or newer"
-    if importlib.util.find_spec("flash_attn") is not None:
-        return "flash_attention_2", "installed"
-    return "varlen", "PyTorch's own flash kernel; flash-attn isn't installed"
+    if (missing := packages.missing(asked)) is not None:
+        raise ImportError(f"attention={asked} needs {missing}; or take attention=auto, which uses what is there")
+    if asked == "cudnn" and (reason := attention_cudnn.unusable()) is not None:
+        raise ImportError(f"attention=cudnn: nvidia-cudnn-frontend is installed, but {reason}; take attention=auto")
+    return (asked, "asked for") if asked != "auto" else _fastest(torch.cuda.get_device_capability(device)[0])
+
+
+def _fastest(generation: int) -> tuple[str, str]:
+    """The kernel that tests/bench measured to be the fastest on GPUs of a compute capability."""
+    if generation != HOPPER:
+        return "varlen", "PyTorch's own flash kernel; no other is measured on this GPU"
+    if packages.missing("cudnn") is not None:
+        return "varlen", "PyTorch's own flash kernel; pip install nvidia-cudnn-frontend brings a faster one"
+    reason = attention_cudnn.unusable()
+    return (
+        ("varlen", f"PyTorch's own flash kernel; of cuDNN's {reason}") if reason else ("cudnn", "the fastest on Hopper")
+    )
 
 
 def install(language: Any, tower: Any | None, kernel: str, *, layout_padded: bool, packed: bool = True) -> None:

@@ -3,7 +3,7 @@
 The forward is composed here rather than left to transformers' own, so that every rank makes exactly one call
 of the vision tower a micro-step, whatever its rows hold, in the same order (collectives of ZeRO must match).
 
-Shapes: T packed tokens, H hidden size, V visual tokens, P patches.
+Shapes: T packed tokens, R rows asked for, H hidden size, V visual tokens, P patches.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from launcher.training.batching import MicroBatch
+from launcher.training.fused import layer
+from launcher.training.vision_sight import Sight
 
 
 def core_of(model: Any) -> Any:
@@ -31,10 +33,15 @@ def tower_of(core: Any) -> Any:
     return getattr(core, "visual", None)
 
 
-def hidden_states(core: Any, batch: MicroBatch, *, always_see: bool) -> torch.Tensor:
-    """Last hidden states [T, H]; `always_see` runs the vision tower without an image too, which adds exactly 0."""
+def hidden_states(
+    core: Any, batch: MicroBatch, *, always_see: bool, rows: torch.Tensor, sight: Sight | None
+) -> torch.Tensor:
+    """Last hidden states [R, H] of the tokens `rows` [R], which may be none.
+
+    `always_see` runs the vision tower without an image too, which adds exactly 0; `sight` is that of a model with one.
+    """
     language = language_of(core)
-    features = _see(core, batch, always_see)
+    features = None if sight is None else sight.see(batch, always=always_see)
     embeds = language.embed_tokens(batch.input_ids)  # [T, H]
     deep: list[torch.Tensor] | None = None
     mask = None
@@ -52,9 +59,12 @@ def hidden_states(core: Any, batch: MicroBatch, *, always_see: bool) -> torch.Te
     # Without a tower there is one kind of position: the three rows are equal.
     positions = batch.position_ids[:, None] if tower_of(core) is not None else batch.position_ids[:1]
     if is_recurrent(language):
-        return _unpacked(language, embeds, positions, batch)
+        return _unpacked(language, embeds, positions, batch).index_select(0, rows)
+    if hasattr(language.layers[0], "fused"):
+        seen = layer.Seen(batch.visual_rows, deep) if deep and batch.visual_rows is not None else None
+        return layer.run_layers(language, embeds, positions, batch.layout, rows, seen)
     deepstack = {"visual_pos_masks": mask, "deepstack_visual_embeds": deep} if deep else {}
-    return language(
+    hidden = language(
         inputs_embeds=embeds[None],
         position_ids=positions,
         attention_mask=None,
@@ -62,6 +72,8 @@ def hidden_states(core: Any, batch: MicroBatch, *, always_see: bool) -> torch.Te
         packed=batch.layout,
         **deepstack,
     ).last_hidden_state[0]
+    # Not hidden[rows], whose gradient sorts the rows so that it may add in a fixed order: these are all different.
+    return hidden.index_select(0, rows)
 
 
 def is_recurrent(language: Any) -> bool:
@@ -83,20 +95,3 @@ def _unpacked(language: Any, embeds: torch.Tensor, positions: torch.Tensor, batc
         use_cache=False,
     ).last_hidden_state  # [S, Q, H]
     return torch.zeros_like(embeds).index_put((part.query_rows[part.real],), hidden[part.real])
-
-
-def _see(core: Any, batch: MicroBatch, always_see: bool) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
-    """The tower's merged features and its deepstack features (if any), each [V', H]; None where it needn't run."""
-    if tower_of(core) is None:
-        return None
-    pixels, grid = batch.pixel_values, batch.grid_thw
-    weight = core.visual.patch_embed.proj.weight
-    if pixels is None or grid is None:
-        if not always_see:
-            return None
-        merge, config = core.visual.spatial_merge_size, core.visual.config
-        width = config.in_channels * config.temporal_patch_size * config.patch_size**2
-        pixels = torch.zeros(merge * merge, width, device=weight.device)
-        grid = torch.tensor([[1, merge, merge]], device=weight.device)
-    out = core.visual(pixels.to(weight.dtype), grid_thw=grid)
-    return out.pooler_output, list(getattr(out, "deepstack_features", None) or ())

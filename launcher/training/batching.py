@@ -2,14 +2,16 @@
 
 Shapes: T packed tokens, S attention segments, K key rows of all segments, D documents, V visual tokens,
 N distinct images and videos, A answer tokens.
+
+Rows of a micro-batch: the prefixes of all groups, then all documents, those of a group side by side.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,8 +20,13 @@ from launcher.spec import CostModel
 from launcher.training.attention import Layout, make_layout
 from launcher.training.encoding import Encoded
 from launcher.training.jsonl import RowError
-from launcher.training.pieces import MediaKey, MediaSlot
+from launcher.training.media import Grid
+from launcher.training.outlines import Outline
+from launcher.training.patches import Patches, joined
+from launcher.training.pieces import MediaKey, MediaSlot, Prompt
 from launcher.training.rows import too_large
+
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,28 +54,35 @@ def make_units(
     """
     units = []
     for index, group in enumerate(groups):
-        share = group.cost(cost) / max(group.tokens, 1)
-        whole = tuple(range(len(group.prompts)))
-        chunks = _chunks(group, max_tokens, padded_rows) if splittable else [whole]
-        for chunk in chunks:
-            tokens = group.prefix + sum(len(group.prompts[d]) - group.prefix for d in chunk)
-            longest = max(len(group.prompts[d]) for d in chunk) if padded_rows else 0
-            unit = Unit(index, chunk, tokens, share * tokens, longest)
+        made = units_of(index, group.outline(cost), max_tokens, splittable=splittable, padded_rows=padded_rows)
+        for unit in made:
             if (needed := unit.beside(0, 0, 0)) > max_tokens:
-                raise RowError(too_large(group.row, len(chunk), needed, max_tokens))
-            units.append(unit)
+                raise RowError(too_large(group.row, len(unit.documents), needed, max_tokens))
+        units += made
     return units
 
 
-def _chunks(group: Encoded, max_tokens: int, padded_rows: bool) -> list[tuple[int, ...]]:
+def units_of(index: int, row: Outline, max_tokens: int, *, splittable: bool, padded_rows: bool) -> list[Unit]:
+    """The units of one group as `make_units` makes them; those of a group that fits no micro-batch are too large."""
+    share = row.cost / max(row.tokens, 1)
+    whole = tuple(range(len(row.lengths)))
+    units = []
+    for chunk in _chunks(row, max_tokens, padded_rows) if splittable else [whole]:
+        tokens = row.prefix + sum(row.lengths[d] - row.prefix for d in chunk)
+        longest = max(row.lengths[d] for d in chunk) if padded_rows else 0
+        units.append(Unit(index, chunk, tokens, share * tokens, longest))
+    return units
+
+
+def _chunks(row: Outline, max_tokens: int, padded_rows: bool) -> list[tuple[int, ...]]:
     chunks: list[list[int]] = [[]]
-    used, longest = group.prefix, 0
-    for d, prompt in enumerate(group.prompts):
-        own = len(prompt) - group.prefix
-        longest = max(longest, len(prompt)) if padded_rows else 0
+    used, longest = row.prefix, 0
+    for d, length in enumerate(row.lengths):
+        own = length - row.prefix
+        longest = max(longest, length) if padded_rows else 0
         if chunks[-1] and max(used + own, (len(chunks[-1]) + 1) * longest) > max_tokens:
             chunks.append([])
-            used, longest = group.prefix, len(prompt) if padded_rows else 0
+            used, longest = row.prefix, length if padded_rows else 0
         chunks[-1].append(d)
         used += own
     return [tuple(chunk) for chunk in chunks]
@@ -133,19 +147,27 @@ class MicroBatch:
     predicted: torch.Tensor  # [A] that next token's id
     group: torch.Tensor  # [D] which group of the global batch a document belongs to
     document: torch.Tensor  # [D] which document of its row it is; segments of one video have the same
-    pixel_values: torch.Tensor | None  # [patches, 3 * 2 * patch * patch], each distinct image or video once
+    pixel_values: Patches | torch.Tensor | None  # [patches], each distinct image or video once; a tensor: as numbers
     grid_thw: torch.Tensor | None  # [N, 3]
     visual_rows: torch.Tensor | None  # [V] rows of the packed sequence that are visual tokens, ascending
     visual_source: torch.Tensor | None  # [V] which row of the tower's output goes there
 
+    grids: tuple[Grid, ...] = ()  # those of grid_thw, which are known here without asking a GPU
+    # The N media, and whether each is among pixel_values: the features of the others are kept (vision_sight).
+    media: Mapping[MediaKey, bool] = field(default_factory=dict)
+
     def to(self, device: torch.device) -> MicroBatch:
-        """The same batch on a device; copies may overlap with computation."""
+        """The same batch on a device; copies out of page-locked memory overlap with computation."""
         moved: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, torch.Tensor | Layout):
-                moved[field.name] = value.to(device, non_blocking=True)
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if isinstance(value, torch.Tensor | Layout | Patches):
+                moved[one.name] = value.to(device, non_blocking=True)
         return replace(self, **moved)
+
+    def pinned(self) -> MicroBatch:
+        """The same batch in page-locked memory; needs a GPU."""
+        return _pinned(self)
 
     @property
     def tokens(self) -> int:
@@ -153,98 +175,136 @@ class MicroBatch:
         return len(self.input_ids)
 
 
+def _pinned(value: Part) -> Part:
+    """A value with every tensor inside it in page-locked memory."""
+    new: Any = value
+    if isinstance(value, torch.Tensor):
+        new = value if value.is_pinned() else value.pin_memory()
+    elif isinstance(value, tuple):
+        new = tuple(map(_pinned, value))
+    elif is_dataclass(value) and not isinstance(value, type):
+        new = replace(value, **{one.name: _pinned(getattr(value, one.name)) for one in fields(value) if one.init})
+    return new  # type: ignore[no-any-return]
+
+
 def collate(
-    groups: Sequence[Encoded],
+    groups: Mapping[int, Encoded] | Sequence[Encoded],
     units: Sequence[Unit],
-    pixels: Mapping[MediaKey, np.ndarray],
+    pixels: Mapping[MediaKey, Patches],
     *,
     padded: bool,
-    dtype: torch.dtype = torch.float32,
+    pin: bool = False,
 ) -> MicroBatch:
-    """Pack units into one micro-batch; `pixels` holds their images' patch rows, which become `dtype`, the tower's: two
-    steps of them wait in memory. `padded` also lays out the CPU kernel's segments. An empty micro-batch holds one token
-    and no document."""
-    builder = _Builder()
-    for unit in units:
-        builder.add(groups[unit.index], unit)
-    return builder.build(pixels, padded=padded, dtype=dtype)
-
-
-class _Builder:
-    def __init__(self) -> None:
-        self.ids: list[np.ndarray] = []
-        self.positions: list[np.ndarray] = []
-        self.queries: list[tuple[int, int]] = []  # segment: its rows
-        self.prefixes: list[tuple[int, int]] = []  # segment: rows before its own that it also attends to
-        self.last: list[int] = []
-        self.labels: list[float] = []
-        self.scores: list[float] = []
-        self.predicting: list[np.ndarray] = []
-        self.predicted: list[np.ndarray] = []
-        self.group: list[int] = []
-        self.document: list[int] = []
-        self.visual: list[tuple[int, MediaSlot]] = []  # (row, image)
-        self.size = 0
-
-    def add(self, group: Encoded, unit: Unit) -> None:
-        prefix = (self.size, self.size)
-        if group.prefix:
-            first = group.prompts[unit.documents[0]]
-            prefix = self._segment(first, 0, group.prefix, (self.size, self.size))
+    """Pack units into one micro-batch; `pixels` holds their images' patch rows. `padded` also lays out the CPU kernel's
+    segments, `pin` takes page-locked memory. An empty micro-batch holds one token and no document."""
+    packed = [(unit, groups[unit.index]) for unit in units]
+    prefixes, documents = _Side(), _Side()
+    for unit, group in packed:
+        prefixes.add(group.prompts[unit.documents[0]], 0, group.prefix)
+    documents.size = prefixes.size
+    for unit, group in packed:
         for d in unit.documents:
-            prompt = group.prompts[d]
-            self._segment(prompt, group.prefix, len(prompt), prefix)
-            self.last.append(self.size - 1)
-            self.labels.append(group.labels[d])
-            self.scores.append(math.nan if group.scores is None else group.scores[d])
-            self.group.append(unit.index)
-            parts = getattr(group.row, "parts", None)
-            self.document.append(d if parts is None else parts[d])
+            documents.add(group.prompts[d], group.prefix, len(group.prompts[d]))
+    batch = _build(packed, prefixes, documents, pixels, padded=padded, pin=pin)
+    return batch.pinned() if pin else batch
 
-    def _segment(self, prompt: Any, begin: int, end: int, prefix: tuple[int, int]) -> tuple[int, int]:
-        rows = (self.size, self.size + end - begin)
+
+@dataclass
+class _Side:
+    """Segments one behind the other: all prefixes of a micro-batch, or all of its documents."""
+
+    size: int = 0  # the row behind the last
+    rows: list[tuple[int, int]] = field(default_factory=list)  # first and last + 1 of each segment; some are empty
+    ids: list[np.ndarray] = field(default_factory=list)
+    positions: list[np.ndarray] = field(default_factory=list)
+    predicting: list[np.ndarray] = field(default_factory=list)
+    predicted: list[np.ndarray] = field(default_factory=list)
+    visual: list[tuple[int, MediaSlot]] = field(default_factory=list)  # (row, image)
+
+    def add(self, prompt: Prompt, begin: int, end: int) -> None:
+        """A prompt's tokens begin .. end - 1 as a segment."""
+        first = self.size
+        self.size += end - begin
+        self.rows.append((first, self.size))
+        if begin == end:
+            return
         self.ids.append(prompt.ids[begin:end])
-        if prompt.answer is not None:
-            first = max(begin, 1)  # nothing predicts the very first token
-            answers = np.nonzero(prompt.answer[first:end])[0] + first
-            self.predicting.append(answers - 1 - begin + rows[0])
-            self.predicted.append(prompt.ids[answers])
         self.positions.append(prompt.positions[:, begin:end])
-        self.visual += [(rows[0] + s.start - begin, s) for s in prompt.media if begin <= s.start < end]
-        self.queries.append(rows)
-        self.prefixes.append(prefix)
-        self.size = rows[1]
-        return rows
+        self.visual += [(first + s.start - begin, s) for s in prompt.media if begin <= s.start < end]
+        if prompt.answer is not None:
+            answers = answer_tokens(prompt, begin, end)
+            self.predicting.append(answers - 1 - begin + first)
+            self.predicted.append(prompt.ids[answers])
 
-    def build(self, pixels: Mapping[MediaKey, np.ndarray], *, padded: bool, dtype: torch.dtype) -> MicroBatch:
-        if not self.ids:
-            self.ids, self.positions = [np.zeros(1, np.int64)], [np.zeros((3, 1), np.int64)]
-            self.queries, self.prefixes = [(0, 1)], [(0, 0)]
-        return MicroBatch(
-            input_ids=torch.from_numpy(np.concatenate(self.ids)),
-            position_ids=torch.from_numpy(np.concatenate(self.positions, axis=1)),
-            layout=make_layout(self.queries, self.prefixes, padded=padded),
-            last=torch.tensor(self.last, dtype=torch.int64),
-            labels=torch.tensor(self.labels, dtype=torch.float32),
-            scores=torch.tensor(self.scores, dtype=torch.float32),
-            predicting=torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *self.predicting])),
-            predicted=torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *self.predicted])),
-            group=torch.tensor(self.group, dtype=torch.int64),
-            document=torch.tensor(self.document, dtype=torch.int64),
-            **self._images(pixels, dtype),
-        )
 
-    def _images(self, pixels: Mapping[MediaKey, np.ndarray], dtype: torch.dtype) -> dict[str, torch.Tensor | None]:
-        if not self.visual:
-            return dict.fromkeys(("pixel_values", "grid_thw", "visual_rows", "visual_source"))
-        distinct = list({slot.key: slot for _, slot in self.visual}.values())
-        starts = np.cumsum([0, *(slot.features for slot in distinct)])
-        source = {slot.key: int(start) for slot, start in zip(distinct, starts, strict=False)}
-        rows = [np.arange(row, row + s.tokens) for row, s in self.visual]
-        origin = [np.arange(s.tokens) + source[s.key] + s.offset for _, s in self.visual]
-        return {
-            "pixel_values": torch.from_numpy(np.concatenate([pixels[slot.key] for slot in distinct])).to(dtype),
-            "grid_thw": torch.tensor([slot.grid for slot in distinct]),
-            "visual_rows": torch.from_numpy(np.concatenate(rows)),
-            "visual_source": torch.from_numpy(np.concatenate(origin)),
-        }
+def answer_tokens(prompt: Prompt, begin: int, end: int) -> np.ndarray:
+    """Which tokens of a prompt's part the loss predicts; nothing predicts the very first one."""
+    if prompt.answer is None:
+        return np.zeros(0, np.int64)
+    first = max(begin, 1)
+    return np.nonzero(prompt.answer[first:end])[0] + first
+
+
+def _build(
+    packed: Sequence[tuple[Unit, Encoded]],
+    prefixes: _Side,
+    documents: _Side,
+    pixels: Mapping[MediaKey, Patches],
+    *,
+    padded: bool,
+    pin: bool,
+) -> MicroBatch:
+    chosen = [(unit, group, d) for unit, group in packed for d in unit.documents]
+    ids = [*prefixes.ids, *documents.ids] or [np.zeros(1, np.int64)]
+    positions = [*prefixes.positions, *documents.positions] or [np.zeros((3, 1), np.int64)]
+    scores = [math.nan if group.scores is None else group.scores[d] for _, group, d in chosen]
+    none = np.zeros(0, np.int64)
+    return MicroBatch(
+        input_ids=torch.from_numpy(np.concatenate(ids)),
+        position_ids=torch.from_numpy(np.concatenate(positions, axis=1)),
+        layout=_layout([len(unit.documents) for unit, _ in packed], prefixes, documents, padded=padded),
+        last=torch.tensor([end - 1 for _, end in documents.rows], dtype=torch.int64),
+        labels=torch.tensor([group.labels[d] for _, group, d in chosen], dtype=torch.float32),
+        scores=torch.tensor(scores, dtype=torch.float32),
+        predicting=torch.from_numpy(np.concatenate([none, *prefixes.predicting, *documents.predicting])),
+        predicted=torch.from_numpy(np.concatenate([none, *prefixes.predicted, *documents.predicted])),
+        group=torch.tensor([unit.index for unit, _, _ in chosen], dtype=torch.int64),
+        document=torch.tensor([_document(group, d) for _, group, d in chosen], dtype=torch.int64),
+        **_images([*prefixes.visual, *documents.visual], pixels, pin=pin),
+    )
+
+
+def _document(group: Encoded, d: int) -> int:
+    """Which document of its row a prompt is of."""
+    parts = getattr(group.row, "parts", None)
+    return d if parts is None else int(parts[d])
+
+
+def _layout(counts: Sequence[int], prefixes: _Side, documents: _Side, *, padded: bool) -> Layout:
+    """Each prefix is a segment that sees itself, each document one that sees its group's prefix besides."""
+    before = [rows for rows, count in zip(prefixes.rows, counts, strict=True) for _ in range(count)]
+    own = [rows for rows in prefixes.rows if rows[0] < rows[1]]
+    queries = [*own, *documents.rows] or [(0, 1)]
+    seen = [*((first, first) for first, _ in own), *before] or [(0, 0)]
+    return make_layout(queries, seen, padded=padded)
+
+
+def _images(
+    visual: Sequence[tuple[int, MediaSlot]], pixels: Mapping[MediaKey, Patches], *, pin: bool
+) -> dict[str, Any]:
+    if not visual:
+        return dict.fromkeys(("pixel_values", "grid_thw", "visual_rows", "visual_source"))
+    distinct = list({slot.key: slot for _, slot in visual}.values())
+    starts = np.cumsum([0, *(slot.features for slot in distinct)])
+    source = {slot.key: int(start) for slot, start in zip(distinct, starts, strict=False)}
+    rows = [np.arange(row, row + s.tokens) for row, s in visual]
+    origin = [np.arange(s.tokens) + source[s.key] + s.offset for _, s in visual]
+    decoded = [pixels[slot.key] for slot in distinct if slot.key in pixels]
+    return {
+        "pixel_values": joined(decoded, pin=pin) if decoded else None,
+        "grid_thw": torch.tensor([slot.grid for slot in distinct]),
+        "visual_rows": torch.from_numpy(np.concatenate(rows)),
+        "visual_source": torch.from_numpy(np.concatenate(origin)),
+        "grids": tuple(slot.grid for slot in distinct),
+        "media": {slot.key: slot.key in pixels for slot in distinct},
+    }

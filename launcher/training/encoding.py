@@ -14,6 +14,7 @@ from launcher.families import family_of, instruction_of
 from launcher.spec import CostModel, RunPlan
 from launcher.training.jsonl import RowError
 from launcher.training.media import media_rule
+from launcher.training.outlines import Outline, make_outline
 from launcher.training.pieces import MediaSlot, PieceEncoder, Prompt
 from launcher.training.prompts import reranker_prompt
 from launcher.training.rows import Group, Image, Row, Video
@@ -37,16 +38,12 @@ class Encoded:
         """Tokens computed for the group: the prefix once, then each document's own."""
         return self.prefix + sum(len(p) - self.prefix for p in self.prompts)
 
-    def cost(self, model: CostModel) -> float:
-        """Predicted forward FLOPs."""
-        pairs = self.prefix**2 / 2
-        for prompt in self.prompts:
-            own = len(prompt) - self.prefix
-            pairs += own * (self.prefix + own / 2)
+    def outline(self, model: CostModel) -> Outline:
+        """What dividing a batch needs to know of it."""
         # The tower attends within one image, or within one temporal patch of a video.
         patches = [(slot.grid[0], slot.features * PATCHES) for slot in self.unique_media()]
         visual = sum(model.patch * n + model.patch_pair * n * n / times for times, n in patches)
-        return model.token * self.tokens + model.token_pair * pairs + visual
+        return make_outline(self.prefix, tuple(len(prompt) for prompt in self.prompts), visual, model)
 
     def unique_media(self) -> list[MediaSlot]:
         """Each distinct image or video once: repeats inside the group are encoded once."""

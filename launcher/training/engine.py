@@ -8,14 +8,17 @@ from typing import Any
 
 import torch
 
-from launcher.errors import Problem, TrainingError
+from launcher.errors import ConfigError, Problem, TrainingError
 from launcher.families import family_of
+from launcher.kernels import fused_layers
 from launcher.spec import OptimConfig, RunPlan
 from launcher.training import attention, backbone, heads, models, processors, scoring, tuning, warmstart
 from launcher.training.batching import MicroBatch
+from launcher.training.fused import layer
 from launcher.training.losses import loss_of
 from launcher.training.runtime import Rank
 from launcher.training.timing import Stopwatch
+from launcher.training.vision_sight import make_sight
 
 
 def build_scorer(plan: RunPlan, processor: Any, device: torch.device) -> scoring.Scorer:
@@ -29,7 +32,9 @@ def build_scorer(plan: RunPlan, processor: Any, device: torch.device) -> scoring
     dtype = models.DTYPES[plan.precision]
     sharded = zero_stage(plan) == 3
     special_ids = processors.special_ids(processor)
-    model = models.load_model(plan, special_ids, device, partitioned=sharded, quantized=tune.name == "qlora")
+    model = models.load_model(
+        plan, special_ids, device, partitioned=sharded, quantized=tune.name == "qlora", to_device=True
+    )
     kernel, reason = attention.choose_kernel(plan.config.attention.name, device, dtype)
     print(f"attention: {kernel} ({reason})")
     padded = kernel in ("sdpa", "reference")
@@ -38,16 +43,24 @@ def build_scorer(plan: RunPlan, processor: Any, device: torch.device) -> scoring
     with models.seeded(plan.config.train.seed, device):  # adapters and heads begin equal on every rank
         tuned = tuning.apply_tuning(model, tune, family, dtype)
         head = heads.make_head(plan, model, ids, device)
+    fused, why = fused_layers(plan.config, family, device.type)
+    if plan.config.train.kernels == "fused" and not fused:
+        raise ConfigError(Problem(f"train.kernels=fused: {why}", tries=("train.kernels=auto",)))
+    print(f"decoder layers: {'fused' if fused else 'plain'} ({why})")
+    if fused:
+        layer.install(backbone.language_of(model.model), kernel)
     # After peft, which would make embeddings and patches want gradients: a frozen tower would be differentiated.
     tuning.checkpoint_layers(model.model, plan.checkpointed_layers)
     if adapter is not None:
         warmstart.load_adapter(tuned, adapter, tune, family)
     tower_trains = tower is not None and any(p.requires_grad for p in tower.parameters())
+    sight = None if tower is None else make_sight(tower, family, kernel, plan.config.memory.vision_cache_gib, device)
     return scoring.Scorer(
         tuned,
         head,
         always_see=tower_trains or sharded,
         padded=padded or family.recurrent,
+        sight=sight,
     )
 
 
@@ -72,6 +85,9 @@ def make_engine(scorer: scoring.Scorer, plan: RunPlan) -> Any:
     if torch.cuda.is_initialized():
         # Flattening leaves holes as large as the weights, which micro-batches do not always fill again.
         torch.cuda.empty_cache()
+    language = backbone.language_of(scorer.core)
+    if zero_stage(plan) < 3 and hasattr(language.layers[0], "fused"):
+        layer.lay_together(language)
     return engine
 
 

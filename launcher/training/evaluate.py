@@ -18,7 +18,7 @@ from launcher.training.metrics import mrr_at_k, ndcg_at_k, recall_at_k
 from launcher.training.rows import Row
 from launcher.training.runtime import Rank
 from launcher.training.segments import Fusion, fuse_groups
-from launcher.training.steps import StepMaker, prefetched
+from launcher.training.steps import StepMaker, scoring_batches
 
 
 class Scored(NamedTuple):
@@ -65,12 +65,11 @@ def score_rows(
 ) -> Outputs | None:
     """What the model makes of every row, on every rank; the work is shared and groups may be split.
 
-    Rows are divided some at a time, and the pixels of two micro-batches are in memory. None when `stopping`
+    Rows are divided some at a time, and the pixels of few micro-batches are in memory. None when `stopping`
     (collective, asked once in such a while) says so. `beat` is called for each batch, as a sign of progress.
     """
     size = 4 * maker.plan.batch.global_size
-    firsts = range(0, len(rows), size)
-    batches = prefetched((first, batch) for first in firsts for batch in maker.scoring(rows[first : first + size]))
+    batches = scoring_batches(maker, rows, size)
     engine.eval()
     mine = Outputs()
     lines: list[_Line] = []

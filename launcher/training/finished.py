@@ -82,6 +82,8 @@ def load(plan: RunPlan, weights: Path) -> Finished:
         rank=0,
         padded=scorer.padded,
         warn=said.append,
+        device=device,
+        known=scorer.knows,
     )
     return Finished(plan, scorer, maker, Alone(device), said)
 

@@ -1,23 +1,21 @@
 """What a task reads off the last hidden states: the third part of the module that DeepSpeed wraps.
 
-A head is called with (hidden [T, H], micro-batch) inside the wrapped module's forward, since parameters that
-ZeRO-3 has partitioned exist only there. Shapes: T packed tokens, D documents, A answer tokens, C classes,
-H hidden size, V vocabulary.
+A head says which rows it reads of a micro-batch (`reads`), so that the last layer computes no others, and is called
+with those alone, (hidden [R, H], micro-batch), inside the wrapped module's forward, since parameters that ZeRO-3 has
+partitioned exist only there. Shapes: R rows read, D documents, A answer tokens, C classes, H hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from launcher.arithmetic import LOGIT_BYTES
 from launcher.errors import ConfigError, Problem
 from launcher.spec import RunPlan
 from launcher.training.batching import MicroBatch
+from launcher.training.token_loss import token_losses
 
 
 def make_head(plan: RunPlan, model: Any, ids: dict[str, int], device: torch.device) -> nn.Module:
@@ -48,10 +46,14 @@ class YesNoHead(nn.Module):
         self.rows: nn.Parameter | None = nn.Parameter(rows.clone()) if train else None
         self.register_buffer("delta", rows[1].float() - rows[0].float(), persistent=False)
 
+    def reads(self, batch: MicroBatch) -> torch.Tensor:
+        """Each document's last token, [D]."""
+        return batch.last
+
     def forward(self, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Scores [D], float32."""
+        """Scores [D], float32, of hidden [D, H]."""
         delta = self.delta if self.rows is None else self.rows[1].float() - self.rows[0].float()
-        return hidden[batch.last].float() @ delta
+        return hidden.float() @ delta
 
 
 class ClassHead(nn.Module):
@@ -61,9 +63,13 @@ class ClassHead(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(classes, hidden, device=device).normal_(std=0.02))
 
+    def reads(self, batch: MicroBatch) -> torch.Tensor:
+        """Each prompt's last token, [D]."""
+        return batch.last
+
     def forward(self, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Logits [D, C], float32, of each prompt's last token."""
-        return hidden[batch.last].float() @ self.weight.float().T
+        """Logits [D, C], float32, of hidden [D, H]."""
+        return hidden.float() @ self.weight.float().T
 
 
 class LmHead(nn.Module):
@@ -84,9 +90,13 @@ class LmHead(nn.Module):
         # In a tuple, or the layer would be a module of two parents, and its weight have two names.
         self._called = (model.lm_head,)
 
+    def reads(self, batch: MicroBatch) -> torch.Tensor:
+        """The tokens before those of answers, [A]."""
+        return batch.predicting
+
     def forward(self, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Losses [A], float32. Called for a micro-batch without answers too: ZeRO-3 gathers the weight on all ranks."""
-        return self._called[0](hidden[batch.predicting], batch.predicted)  # type: ignore[no-any-return]
+        return self._called[0](hidden, batch.predicted)  # type: ignore[no-any-return]
 
 
 def _tied_alone() -> ConfigError:
@@ -111,52 +121,6 @@ class AnswerLoss(nn.Linear):
         if wanted is None:
             return super().forward(input)
         return token_losses(input, self.weight, wanted)
-
-
-def token_losses(hidden: torch.Tensor, weight: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """-log softmax(hidden @ weight.T)[wanted], some rows at a time.
-
-    Inputs: hidden [A, H], weight [V, H] of its dtype, wanted [A] ids. Returns [A], at least float32; A may be 0.
-    Logits are computed again in the backward pass, which costs one more product with `weight` (under 2 % of a step
-    of an 8B model) and makes gradients of hidden and weight exact whatever each token's loss is multiplied by.
-    """
-    return _TokenLosses.apply(hidden, weight, wanted)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _TokenLosses(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(hidden, weight, wanted)
-        losses = hidden.new_empty(len(hidden), dtype=_wide(hidden))
-        for rows in _chunks(len(hidden), len(weight)):
-            logits = F.linear(hidden[rows], weight).to(losses.dtype)
-            losses[rows] = F.cross_entropy(logits, wanted[rows], reduction="none")
-        return losses
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        hidden, weight, wanted = ctx.saved_tensors
-        of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        # Summed over chunks in float32: in bf16 the later ones would be rounded away.
-        of_weight = torch.zeros_like(weight, dtype=_wide(weight)) if ctx.needs_input_grad[1] else None
-        for rows in _chunks(len(hidden), len(weight)):
-            slope = F.linear(hidden[rows], weight).to(grad.dtype).softmax(dim=-1)  # of the losses, by logit
-            slope[torch.arange(len(slope), device=slope.device), wanted[rows]] -= 1.0
-            slope = slope.mul_(grad[rows, None]).to(hidden.dtype)
-            if of_hidden is not None:
-                of_hidden[rows] = slope @ weight
-            if of_weight is not None:
-                of_weight += slope.T @ hidden[rows]
-        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None
-
-
-def _wide(tensor: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def _chunks(rows: int, vocabulary: int) -> Iterator[slice]:
-    size = max(1, LOGIT_BYTES // (4 * vocabulary))
-    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
 def answer_rows(model: Any, no_id: int, yes_id: int) -> torch.Tensor:

@@ -19,6 +19,7 @@ from launcher.errors import Problem, TrainingError
 from launcher.families import Family
 from launcher.spec import RunConfig
 from launcher.training.batching import MicroBatch
+from launcher.training.patches import Patches
 from launcher.training.runtime import Rank
 from launcher.training.tuning import part_of
 
@@ -120,8 +121,8 @@ class GradientWatch:
         count = torch.count_nonzero(parameter.grad)
         self._counts[name] = self._counts[name] + count if name in self._counts else count
 
-    def after_step(self, rank: Rank, batches: Sequence[MicroBatch], loss: float) -> str | None:
-        """Check a step; a warning or None. Raises TrainingError for weights that should have got a gradient.
+    def after_step(self, rank: Rank, sees: bool, loss: float) -> str | None:
+        """Check a step, in which this rank had images or not; a warning or None. Raises TrainingError for weights that should have got a gradient.
 
         Collective until nothing waits any more. A step without any gradient (no usable row, a loss of 0) tells nothing.
         """
@@ -129,8 +130,7 @@ class GradientWatch:
             return None
         got = {name for name, count in self._counts.items() if count > 0}
         self._counts.clear()
-        seen = any(batch.pixel_values is not None for batch in batches)
-        found = rank.gather((got, seen))
+        found = rank.gather((got, sees))
         got = set().union(*(names for names, _ in found))
         seen = any(images for _, images in found)
         self._steps += 1
@@ -168,11 +168,12 @@ def unseen_pixels(engine: Any, batches: Sequence[MicroBatch], rank: Rank) -> str
     Two forward passes of one micro-batch of each rank; collective. A loader or a processor that drops images leaves a
     loss that falls all the same, on what the words alone tell.
     """
-    batch = next((batch for batch in batches if batch.pixel_values is not None), batches[0])
-    pixels = batch.pixel_values
+    # Unnamed, so that no features are kept, nor taken from those kept; all of its images must have been decoded.
+    shown = [replace(b, media={}) for b in batches if b.pixel_values is not None and all(b.media.values())]
+    batch, pixels = (shown[0], shown[0].pixel_values) if shown else (batches[0], None)
     if not any(rank.gather(pixels is not None)):
         return None
-    other = batch if pixels is None else replace(batch, pixel_values=pixels + 1)
+    other = batch if not isinstance(pixels, Patches) else replace(batch, pixel_values=pixels.changed())
     engine.eval()
     with torch.no_grad():
         first, second = (engine(one.to(rank.device)) for one in (batch, other))

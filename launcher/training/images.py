@@ -159,7 +159,7 @@ def _to_rgb(picture: PIL.Image.Image) -> PIL.Image.Image:
         layer = picture.convert("RGBA")
         paper = PIL.Image.new("RGBA", layer.size, (*BACKGROUND, 255))
         return PIL.Image.alpha_composite(paper, layer).convert("RGB")
-    return picture.convert("RGB") if picture.mode != "RGB" else picture.copy()
+    return picture.convert("RGB") if picture.mode != "RGB" else picture
 
 
 def _reduced(picture: PIL.Image.Image, factor: int) -> PIL.Image.Image:

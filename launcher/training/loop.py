@@ -32,6 +32,7 @@ from launcher.training.rows import Row
 from launcher.training.runtime import Rank, distributed
 from launcher.training.sampling import held_out
 from launcher.training.schedule import Order, learning_rate, make_order
+from launcher.training.spared import resume_collection
 from launcher.training.speeds import measured_speeds
 from launcher.training.steps import Step, StepMaker, training_steps
 from launcher.training.timing import DATA_WAIT, Stopwatch, over_ranks, peak_memory_gib
@@ -50,6 +51,7 @@ def train(plan: RunPlan, run: RunDir, status: RankStatus) -> None:
         memory = MemoryWatch(plan, rank.device)
         with memory.told():
             trainer = Trainer.build(plan, run, rank, status, log, prepared, memory)
+            resume_collection()
             stopped = trainer.fit()
         trainer.engine.destroy()
         if plan.config.checkpoint.export and not stopped and rank.rank == 0:
@@ -129,6 +131,8 @@ class Trainer:
             padded=scorer.padded,
             warn=log.warn,
             speeds=speeds,
+            device=rank.device,
+            known=scorer.knows,
         )
         order = make_order(plan, train_rows)
         watch = Stopwatch(rank.device)
@@ -207,13 +211,15 @@ class Trainer:
         count, groups, tokens, stop = self.rank.sum(
             share.units, share.groups, share.tokens, float(self.status.stop_requested)
         )
-        if self.step == 0 and (blind := health.unseen_pixels(self.engine, share.micro_batches, self.rank)) is not None:
-            self.log.warn(blind)
+        if self.step == 0:
+            share = share.held()
+            if (blind := health.unseen_pixels(self.engine, tuple(share.micro_batches), self.rank)) is not None:
+                self.log.warn(blind)
         lr = self._learning_rate(self.plan.lr)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = self._learning_rate(group["peak"])
         skipped = int(self.engine.skipped_steps)
-        batches = self.memory.each(self.log.each(share.micro_batches))
+        batches = self.memory.each(self.log.each(self.watch.each(DATA_WAIT, share.micro_batches)))
         own_loss = optimizer_step(self.engine, self.plan, batches, count, self.rank, self.watch)
         self.step += 1
         self.units = (self.units or 0.0) + count
@@ -238,7 +244,7 @@ class Trainer:
                 skipped=int(self.engine.skipped_steps),
                 bad_steps=self.bad.total,
                 loss_scale=scale,
-                micro_steps=len(share.micro_batches),
+                micro_steps=share.micro_steps,
                 timings=over_ranks(list(zip(*rest, strict=True))),
             )
         if fault is not None and self.bad.in_a_row == 1:
@@ -246,7 +252,7 @@ class Trainer:
         self.bad.check(fault, scale, whole_run=self.bad.in_a_row == self.step == self.total_steps)
         if (idle := self.bad.idle(self.step, loss, count)) is not None:
             self.log.warn(idle)
-        if (unseen := self.watched.after_step(self.rank, share.micro_batches, loss)) is not None:
+        if (unseen := self.watched.after_step(self.rank, share.sees, loss)) is not None:
             self.log.warn(unseen)
         return stop > 0
 

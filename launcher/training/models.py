@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,9 @@ from safetensors import SafetensorError
 
 from launcher.errors import ConfigError, Problem
 from launcher.families import Family, family_of
-from launcher.hubs import model_source
+from launcher.hubs import local_folder, model_source
 from launcher.spec import RunPlan
-from launcher.training import layouts, quantize
+from launcher.training import direct, layouts, quantize
 
 TEXT_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of special_ids: what a model without a tower has
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -28,11 +30,13 @@ def load_model(
     *,
     partitioned: bool = False,
     quantized: bool = False,
+    to_device: bool = False,
 ) -> Any:
     """The model of a plan, nothing frozen, in the plan's precision.
 
     Random weights are a function of `train.seed` and the device kind: every rank builds the same ones.
     `partitioned` (ZeRO-3) shards pretrained weights over the ranks while they load: no rank holds them all.
+    `to_device`: pretrained weights come straight to `device`, or as this rank's shard, where `direct` can read them.
     `quantized` (tune.name=qlora) gives the language model's linear layers 4 bits, on `device`; an export's base is not.
     `special_ids` are the tokenizer's ids of the image and vision tokens, which the config must agree with.
     """
@@ -45,10 +49,14 @@ def load_model(
             quantize.quantize_language(model, family, tune, dtype)
             quantize.check_quantized(model, family)
         if partitioned:
-            _keep_no_gathered_weights(plan)
+            keep_no_gathered_weights(plan)
         return model
-    options = quantize.loading_options(family, tune, dtype, device) if quantized else {}
     source = model_source(plan.config.model)
+    if to_device and not quantized:
+        model = _read_direct(plan, model_class, source, device, partitioned=partitioned)
+        if model is not None:
+            return model
+    options = quantize.loading_options(family, tune, dtype, device) if quantized else {}
     if partitioned and family.turned and plan.config.model.path:
         layouts.check_published(Path(source), family, plan.arch["text_config"]["moe_intermediate_size"])
     try:
@@ -67,6 +75,32 @@ def load_model(
     if quantized:
         quantize.check_quantized(model, family)
     return model
+
+
+def _read_direct(plan: RunPlan, model_class: Any, source: str, device: torch.device, *, partitioned: bool) -> Any:
+    """The model with its weights where training needs them; None, the reason printed, where transformers must load."""
+    folder = Path(source) if Path(source).is_dir() else local_folder(source, "hf", "models")
+    local = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_SIZE", 1))
+    begun = time.monotonic()
+    try:
+        if folder is None:
+            raise direct.NotDirect(f"{source} is not on this machine's disk")
+        found = direct.load_direct(
+            model_class,
+            folder,
+            DTYPES[plan.precision],
+            device,
+            deepspeed=plan.deepspeed if partitioned else None,
+            turn=0.0 if partitioned else local[0] / local[1],
+        )
+    except direct.NotDirect as reason:
+        print(f"weights: loaded by transformers ({reason})")
+        return None
+    except OSError as error:
+        raise _unusable(f"the weights of {source} cannot be loaded: {error}") from error
+    text, seconds = f"{found.read_bytes / 1e9:,.2f} GB", time.monotonic() - begun
+    print(f"weights: {text} read straight to {device} in {seconds:.2f} s", flush=True)
+    return found.model
 
 
 def _unusable(text: str) -> ConfigError:
@@ -123,7 +157,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _keep_no_gathered_weights(plan: RunPlan) -> None:
+def keep_no_gathered_weights(plan: RunPlan) -> None:
     """Have linear layers under ZeRO-3 find their weight again in the backward pass, as loading pretrained ones does.
 
     torch's own keeps a view of it from the forward pass on, and with that every gathered weight. DeepSpeed replaces

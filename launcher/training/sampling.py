@@ -26,17 +26,24 @@ def choose(row: int, rows: Sequence[Row], dataset: DatasetConfig, *, seed: int, 
     group = rows[row]
     if not isinstance(group, Group):
         return group
-    random = np.random.default_rng([seed, epoch, row, CHOICE])
     positives = [d for d, label in enumerate(group.labels) if label > 0]
     negatives = [d for d, label in enumerate(group.labels) if label <= 0]
-    kept = [*_some(positives, dataset.max_positives, random), *_some(negatives, dataset.max_negatives, random)]
+    places, random = kept(row, positives, negatives, dataset, seed=seed, epoch=epoch)
     chosen = replace(
         group,
-        documents=tuple(group.documents[d] for d in kept),
-        labels=tuple(group.labels[d] for d in kept),
-        scores=None if group.scores is None else tuple(group.scores[d] for d in kept),
+        documents=tuple(group.documents[d] for d in places),
+        labels=tuple(group.labels[d] for d in places),
+        scores=None if group.scores is None else tuple(group.scores[d] for d in places),
     )
     return _with_negatives(chosen, random_negatives(row, rows, dataset.random_negatives, random))
+
+
+def kept(
+    row: int, positives: list[int], negatives: list[int], dataset: DatasetConfig, *, seed: int, epoch: int
+) -> tuple[list[int], np.random.Generator]:
+    """Which of a row's documents an epoch trains on, and the generator that drew them, for further draws."""
+    random = np.random.default_rng([seed, epoch, row, CHOICE])
+    return [*_some(positives, dataset.max_positives, random), *_some(negatives, dataset.max_negatives, random)], random
 
 
 def held_out(rows: Sequence[Row], dataset: DatasetConfig, *, seed: int) -> Sequence[Row]:

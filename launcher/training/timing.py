@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 DATA_WAIT = "data_wait"
 PARTS = (DATA_WAIT, "forward", "backward", "optimizer")
+T = TypeVar("T")
 
 
 class Stopwatch:
@@ -47,6 +48,16 @@ class Stopwatch:
             self._spans.append((part, begin, self._now(part)))
         if self._on_gpu:
             self._note_peak(part)
+
+    def each(self, part: str, items: Iterable[T]) -> Iterator[T]:
+        """The items; waiting for them counts as a part of the step."""
+        remaining = iter(items)
+        while True:
+            with self.span(part):
+                item = next(remaining, None)
+            if item is None:
+                return
+            yield item
 
     def _note_peak(self, part: str) -> None:
         """Allocations count when they are asked for, so that the kernels of the part need not be done."""

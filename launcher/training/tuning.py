@@ -47,6 +47,9 @@ def checkpoint_layers(model: Any, count: int) -> None:
     tower = tower_of(model)
     layers = list(language_of(model).layers)[:count] + (list(tower.blocks) if count and tower is not None else [])
     for layer in layers:
+        if hasattr(layer, "fused"):
+            layer.fused.recompute = True
+            continue
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = again
 

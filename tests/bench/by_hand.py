@@ -74,6 +74,8 @@ def tried(layers: int, chosen: RunPlan, stage: str) -> Iterator[tuple[int, int]]
 def set_layers(scorer: Any, count: int) -> None:
     """Recompute the first `count` decoder layers from now on."""
     for module in scorer.modules():
+        if hasattr(module, "fused"):
+            module.fused.recompute = False
         if getattr(module, "gradient_checkpointing", False):
             module.gradient_checkpointing = False
     tuning.checkpoint_layers(scorer.core, count)

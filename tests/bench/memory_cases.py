@@ -66,9 +66,10 @@ class Work:
     def micro_batch(self, plan: RunPlan, *, padded: bool, seed: int = 0) -> MicroBatch:
         """Random tokens and pixels in this shape, packed as training packs them."""
         import numpy as np
+        import torch
 
         from launcher.training.batching import Unit, collate
-        from launcher.training.models import DTYPES
+        from launcher.training.patches import CHANNELS, Patches
         from launcher.training.pieces import MediaSlot
 
         rng = np.random.default_rng(seed)
@@ -76,9 +77,11 @@ class Work:
         units = [Unit(i, tuple(range(len(self.own))), e.tokens, 1.0) for i, e in enumerate(encoded)]
         slots: list[MediaSlot] = [slot for e in encoded for slot in e.unique_media()]
         vision = plan.arch.get("vision_config", {})
-        values = 3 * vision.get("temporal_patch_size", 2) * vision.get("patch_size", 16) ** 2
-        pixels = {slot.key: rng.standard_normal((PATCHES, values), dtype=np.float32) for slot in slots}
-        return collate(encoded, units, pixels, padded=padded, dtype=DTYPES[plan.precision])
+        values, frames = CHANNELS * vision.get("patch_size", 16) ** 2, vision.get("temporal_patch_size", 2)
+        table = torch.linspace(-1, 1, 256).expand(CHANNELS, 256)
+        shown = {slot.key: rng.integers(0, 256, (PATCHES, values), dtype=np.uint8) for slot in slots}
+        pixels = {key: Patches(torch.from_numpy(rows), table, frames) for key, rows in shown.items()}
+        return collate(encoded, units, pixels, padded=padded)
 
     def _group(self, plan: RunPlan, rng: Any, number: int) -> Any:
         import numpy as np
@@ -156,6 +159,7 @@ def _case(name: str, model: str, work: Work, *keys: str, **fields: Any) -> Case:
     return Case(name=name, model=model, work=work, keys=keys, **fields)
 
 
+LAYERS = ("train.kernels=plain",)  # as transformers computes them: sets of before there were fused ones
 SEES = ("tune.vision=full",)
 PLAIN = ("env.set.PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False",)
 LONG = {"steps": 3, "timeout_s": 240.0}
@@ -210,7 +214,27 @@ SETS: dict[str, tuple[Case, ...]] = {
         _case("72b-lora-s3-text-x2", "qwen2_5_vl_72b", TEXT.times(1), zero="stage3", recompute="all", gpus=2, **LONG),
     ),
 }
+SETS = {name: tuple(replace(case, keys=(*case.keys, *LAYERS)) for case in cases) for name, cases in SETS.items()}
+# Layers of the fused functions, on one GPU and on two.
+SETS["fused"] = (
+    _case("8b-lora-text", B8, TEXT.times(6)),
+    _case("8b-lora-text-half", B8, TEXT.times(6), recompute="half"),
+    _case("8b-lora-pages", B8, PAGES.times(4)),
+    _case("8b-lora-query", B8, QUERY.times(8)),
+    _case("8b-lora-chat", "qwen3_vl_8b", CHAT.times(4)),
+    _case("8b-lora-chat-half", "qwen3_vl_8b", CHAT.times(4), recompute="half"),
+    _case("8b-lora-text-small", B8, TEXT.times(2)),
+    _case("8b-lora-s3-text", B8, TEXT.times(4), zero="stage3", steps=4),
+    _case("8b-qlora-text-all", B8, TEXT.times(4), tune="qlora", recompute="all", steps=4),
+    _case("4b-full-s3-chat-half", "qwen3_vl_4b", CHAT.times(2), tune="full", zero="stage3", recompute="half", steps=4),
+    _case("2b-full-s2-pages", B2, PAGES.times(2), tune="full"),
+)
+SETS["fused2"] = (
+    _case("8b-full-s3-chat-all-x2", "qwen3_vl_8b", CHAT.times(4), tune="full", zero="stage3", recompute="all", gpus=2),
+    _case("8b-lora-chat-x2", "qwen3_vl_8b", CHAT.times(4), gpus=2),
+    _case("72b-lora-s3-text-x2", "qwen2_5_vl_72b", TEXT.times(2), zero="stage3", recompute="all", gpus=2, **LONG),
+)
 SETS["try"] = tuple(
     replace(SETS[name][n], work=replace(SETS[name][n].work, groups=1), steps=3)
-    for name, n in (("fit", 0), ("fit", 3), ("judge", 2), ("judge2", 1))
+    for name, n in (("fit", 0), ("fit", 3), ("fused", 5), ("judge2", 1))
 )

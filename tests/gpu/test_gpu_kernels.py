@@ -5,7 +5,6 @@ Errors are norms of the difference over norms of the wanted: bf16 inputs and out
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 from launcher.training import processors
 from launcher.training.attention import KERNELS, Layout, make_layout, padded_attention
+from launcher.training.attention_packages import FILES, missing
 from launcher.training.batching import MicroBatch, collate, make_units
 from launcher.training.encoding import make_encoder
 from launcher.training.engine import build_scorer
@@ -26,8 +26,7 @@ from tests.zero_support import write_base
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
-PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-INSTALLED = ["varlen", *(name for name, package in PACKAGES.items() if importlib.util.find_spec(package))]
+INSTALLED = ["varlen", *(name for name in FILES if missing(name) is None)]
 Tensors = list[torch.Tensor]
 
 

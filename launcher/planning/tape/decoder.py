@@ -17,8 +17,10 @@ from launcher.planning.tape.recorder import Tape, Value, times
 class Packing:
     """How attention sees a micro-batch."""
 
-    gathered: bool  # prefixes are shared: keys and values are copied, one row for each that a segment attends to
-    padded: bool  # segments are padded, for want of a flash kernel
+    way: str  # own | gathered | cascade: where prefixes are shared (launcher.training.attention_ways)
+    padded: bool = False  # segments are padded, for want of a flash kernel
+    package: bool = False  # a flash-attn package, which keeps gathered keys and values
+    cudnn: bool = False
 
 
 def attention(x: Value, shape: Shape, linears: Linears, tuned: Tuned, packing: Packing) -> Value:
@@ -33,16 +35,19 @@ def attention(x: Value, shape: Shape, linears: Linears, tuned: Tuned, packing: P
     value = linear(x, "self_attn.v_proj", linears, tuned)
     query, key = rotate(query, query.columns), rotate(key, key.columns)
     rows = op.first(query), op.first(key), op.first(value)
-    out = _packed(*rows, shape.heads, packing)
+    out = packed_attention(*rows, shape.heads, packing)
     return linear(out, "self_attn.o_proj", linears, tuned)
 
 
-def _packed(q: Value, k: Value, v: Value, heads: int, packing: Packing) -> Value:
+def packed_attention(q: Value, k: Value, v: Value, heads: int, packing: Packing) -> Value:
+    """launcher.training.attention: of rows [T, n d]."""
     if packing.padded:
-        return mixing.padded_attention(q, k, v, heads, KEYS if packing.gathered else TOKENS)
-    if packing.gathered:
-        k, v = mixing.gather_keys(k, KEYS), mixing.gather_keys(v, KEYS)
-    return mixing.flash(q, k, v, heads)
+        return mixing.padded_attention(q, k, v, heads, TOKENS if packing.way == "own" else KEYS)
+    if packing.package:
+        if packing.way != "own":
+            k, v = mixing.gathered(k), mixing.gathered(v)
+        return mixing.flash(q, k, v, heads)
+    return mixing.flash(q, k, v, heads, way=packing.way, cudnn=packing.cudnn)
 
 
 def router(x: Value, experts: Experts, tuned: Tuned) -> Value:

@@ -2,40 +2,90 @@
 
 from __future__ import annotations
 
-from launcher.planning.tape.operations import FLOAT, tape_of
-from launcher.planning.tape.recorder import Form, Value, form, plus, times
+from collections.abc import Sequence
+
+from launcher.planning.tape.operations import FLOAT, LONG, tape_of
+from launcher.planning.tape.recorder import Form, Tape, Value, form, plus, times
+
+KEYS = form(keys=1)
 
 
-def gather_keys(x: Value, rows: Form) -> Value:
-    """x.index_select(0, index): zeros and a sum into a copy of them for the gradient."""
-    tape, old, columns, width = tape_of(x), x.rows, x.columns, x.width
-
-    def back(g: Value) -> list[Value]:
-        both = [tape.new(old, columns, width) for _ in range(2)]
-        return [both.pop()]
-
-    return tape.record(tape.new(rows, columns, width), [x], back)
+Shape = tuple[Form, int, int]  # rows, columns, width
 
 
-def flash(q: Value, k: Value, v: Value, heads: int) -> Value:
-    """Flash attention over segments, and the buffers of its backward kernel (pytorch, flash_api.cpp): a float32 sum
-    of the queries' gradient with padded rows and head size, and gradients of keys and values for every query head."""
-    tape = tape_of(q)
-    head = q.columns // heads
-    out, sums = tape.new(q.rows, q.columns, q.width), tape.new(q.rows, heads, FLOAT)
-    rounded = -(-head // 32) * 32 if head <= 128 else -(-head // 64) * 64
-    inside = times(plus(q.rows, form(segments=128)), FLOAT * heads * (1 + rounded))
-    if k.columns != q.columns:
-        inside = plus(inside, times(k.rows, 2 * q.columns * q.width))
-    shapes = [(t.rows, t.columns, t.width) for t in (q, k, v)]
+def flash(q: Value, k: Value, v: Value, heads: int, *, way: str = "own", cudnn: bool = False) -> Value:
+    """Attention over segments by a flash kernel, PyTorch's or cuDNN's (launcher.training.attention_ways).
+
+    `way`: own (no prefix is shared) | gathered (copies of its prefix's keys for each segment) | cascade (two calls).
+    Queries, keys and values, the result and a float32 number a query and head are kept.
+    """
+    tape, given = tape_of(q), [_shape(t) for t in (q, k, v)]
+    result = [(q.rows, q.columns, q.width), (q.rows, heads, FLOAT)]
+    copies = _made(tape, [_of_rows(KEYS, shape) for shape in given[1:]] if way == "gathered" else [])
+    out, sums = (tape.new(*shape) for shape in result)
+    copies.clear()
+    if way == "cascade":
+        _made(tape, result).clear()
     wants = [t.needs for t in (q, k, v)]
 
     def back(g: Value) -> list[Value | None]:
-        found: list[Value | None] = [tape.new(*shape) for shape in shapes]
-        tape.passing(inside)
+        called = given if way != "gathered" else [given[0], *(_of_rows(KEYS, shape) for shape in given[1:])]
+        copies = _made(tape, called[1:] if way == "gathered" else [])
+        found = _made(tape, called)
+        tape.passing(_inside(called, heads, 128, cudnn=cudnn))
+        copies.clear()
+        if way == "gathered":
+            tape.passing(form(keys=2 * LONG, tokens=LONG))  # an order of the rows
+            found = [found[0], *_made(tape, given[1:])]
+        if way == "cascade":
+            # The second call has an entry a group, which has two documents or more as a rule.
+            called = [given[0], *(_of_rows(form(prefixes=1), shape) for shape in given[1:])]
+            more = _made(tape, called)
+            tape.passing(_inside(called, heads, 64, cudnn=cudnn))
+            more.clear()
         return [value if want else None for value, want in zip(found, wants, strict=True)]
 
     return tape.record(out, [q, k, v], back, [q, k, v, out, sums])
+
+
+def _shape(x: Value) -> Shape:
+    return x.rows, x.columns, x.width
+
+
+def _of_rows(rows: Form, shape: Shape) -> Shape:
+    return rows, *shape[1:]
+
+
+def _made(tape: Tape, shapes: Sequence[Shape]) -> list[Value]:
+    return [tape.new(*shape) for shape in shapes]
+
+
+def _inside(called: Sequence[Shape], heads: int, padding: int, *, cudnn: bool) -> Form:
+    """Buffers of a backward kernel: a float32 sum of the queries' gradient, and gradients of keys and values for every
+    query head where several share a key head.
+
+    PyTorch's (flash_api.cpp) pads every segment by `padding` rows and the head size, and has the latter in 16 bits;
+    cuDNN's workspaces, measured on an H200, have them in float32, and rows rounded up.
+    """
+    (rows, columns, width), (keys, key_columns, _), _ = called
+    head = columns // heads
+    rounded = -(-head // 32) * 32 if head <= 128 else -(-head // 64) * 64
+    padded = plus(rows, form(one=1024) if cudnn else form(segments=padding))
+    expanded = 2 * columns * (FLOAT if cudnn else width) if key_columns != columns else 0
+    return plus(times(padded, FLOAT * heads * (1 + rounded)), times(keys, expanded))
+
+
+def gathered(x: Value, rows: Form = KEYS) -> Value:
+    """Rows of x, some more than once: their gradients are added up in float32 (attention_packages.Gather)."""
+    tape, old, columns, width = tape_of(x), x.rows, x.columns, x.width
+
+    def back(g: Value) -> list[Value]:
+        wide = [tape.new(count, columns, FLOAT) for count in (rows, old)] if width != FLOAT else []
+        narrow = tape.new(old, columns, width)
+        wide.clear()
+        return [narrow]
+
+    return tape.record(tape.new(rows, columns, width), [x], back)
 
 
 def padded_attention(q: Value, k: Value, v: Value, heads: int, keys: Form) -> Value:

@@ -6,9 +6,9 @@ never captures a Value, which would keep its storage alive.
 
 from __future__ import annotations
 
-from launcher.planning.tape.recorder import Form, Tape, Value, form, plus, times
+from launcher.planning.tape.recorder import Form, Tape, Value, form, times
 
-BOOL, FLOAT, LONG = 1, 4, 8  # bytes
+BOOL, FLOAT, INDEX, LONG = 1, 4, 4, 8  # bytes
 ONE = form(one=1)
 
 
@@ -235,31 +235,46 @@ def put(x: Value, values: Value, *, copies: bool = True, index: Value | None = N
     return tape.record(out, [x, values], back, [] if index is None else [index])
 
 
-def embedding(tape: Tape, rows: Form, count: int, columns: int, width: int, *, trains: bool) -> Value:
-    """Rows of a table of `count`; the gradient of one that trains has the whole table's size."""
+def add_rows(x: Value, values: Value) -> Value:
+    """x.index_add(0, index, values): its gradient is x's too, and that of `values` some rows of it."""
+    tape, wants, few, columns, width = tape_of(x), (x.needs, values.needs), values.rows, x.columns, x.width
+
+    def back(g: Value) -> list[Value | None]:
+        return [g.shared() if wants[0] else None, tape.new(few, columns, width) if wants[1] else None]
+
+    # torch keeps `values` for their shape.
+    return tape.record(tape.new(x.rows, columns, width), [x, values], back, [values] if values.needs else [])
+
+
+def embedding(
+    tape: Tape, rows: Form, count: int, columns: int, width: int, *, trains: bool, index: Value | None = None
+) -> Value:  # fmt: skip
+    """Rows of a table of `count`; the gradient of one that trains has the whole table's size, and needs `index`."""
 
     def back(g: Value) -> list[Value | None]:
         tape.new(ONE, count * columns, width)
         return []
 
-    return tape.record(tape.new(rows, columns, width), [], back, trains=trains)
+    saved = [index] if index is not None else []
+    return tape.record(tape.new(rows, columns, width), [], back, saved, trains=trains)
 
 
 def answer_losses(x: Value, vocab: int, *, trains: bool) -> Value:
-    """launcher.training.heads.token_losses: a chunk of logits at a time, with the one before it still alive."""
+    """launcher.training.token_loss: one block of logits at a time; of a frozen head, rows of x's gradient are kept."""
     tape, rows, columns, width, needs = tape_of(x), x.rows, x.columns, x.width, x.needs
-    chunk, after = form(chunk=vocab), form(next_chunk=vocab)
-    made = width if width < FLOAT else 0  # logits in the model's format, before they are float32
-    tape.passing(times(chunk, 2 * FLOAT))
-    tape.passing(plus(times(chunk, FLOAT), times(after, FLOAT + made)))
+    block = form(chunk=vocab * width)
+    saved = [x] if trains else [tape.new(rows, columns, width)] if needs else []
+    out = tape.new(rows, 1, FLOAT)
+    statistics = [tape.new(rows, 1, FLOAT), tape.new(rows, 1, FLOAT)] if trains else []
+    tape.passing(block)
 
     def back(g: Value) -> list[Value | None]:
         of_x = tape.new(rows, columns, width) if needs else None
-        of_weight = tape.new(ONE, vocab * columns, FLOAT) if trains else None
-        tape.passing(times(chunk, 2 * FLOAT))
-        tape.passing(plus(times(chunk, width), times(after, 2 * FLOAT)))
-        if of_weight is not None:  # a chunk's, then all of it, in the model's format
-            tape.passing(plus(times(chunk, width), times(ONE, vocab * columns * width)))
+        if trains:
+            of_weight = tape.new(ONE, vocab * columns, FLOAT)
+            tape.passing(block)
+            tape.passing(times(ONE, vocab * columns * width))  # its sum in the model's format
+            del of_weight
         return [of_x]
 
-    return tape.record(tape.new(rows, 1, FLOAT), [x], back, [x], trains=trains)
+    return tape.record(out, [x], back, saved + statistics, trains=trains)

@@ -16,7 +16,7 @@ from typing import Any
 # What sizes depend on: bytes are a sum over these, each times an integer. `one` is 1: sizes of weights.
 NAMES = (
     *("one", "tokens", "keys", "segments", "visual", "patches", "features", "documents"),
-    *("squares", "answers", "chunk", "next_chunk"),
+    *("squares", "answers", "chunk", "decoded", "frame", "prefixes"),
 )
 Form = tuple[int, ...]
 ZERO: Form = (0,) * len(NAMES)

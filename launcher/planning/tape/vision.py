@@ -6,7 +6,7 @@ from launcher.planning.shapes import VisionShape
 from launcher.planning.tape import mixing
 from launcher.planning.tape import operations as op
 from launcher.planning.tape.parts import FEATURES, PATCHES, VISUAL, Tuned, linear, rms_norm, rotate, swiglu
-from launcher.planning.tape.recorder import Value, times
+from launcher.planning.tape.recorder import Tape, Value, times
 
 
 def vision_block(x: Value, v: VisionShape, tuned: Tuned) -> Value:
@@ -53,16 +53,50 @@ def deepstack(x: Value, visual: Value) -> Value:
     return op.put(x, rows, copies=False, index=tape.new(VISUAL, 2, op.LONG))
 
 
+def add_maps(x: Value, visual: Value) -> Value:
+    """The same between layers of the fused functions, whose rows are known numbers."""
+    return op.add_rows(x, visual)
+
+
 def embed_patches(x: Value, v: VisionShape, tuned: Tuned) -> Value:
     """Pixels of a patch -> its first hidden state, positions added (Qwen3-VL) or windows put together (Qwen2.5-VL)."""
     tape, width = x.storage.tape, x.width
     x = op.linear(x, v.hidden, trains=tuned.whole)
     if v.kind == "qwen2_5":
         return op.take(x, PATCHES)
-    corners = op.embedding(tape, times(PATCHES, 4), v.positions, v.hidden, width, trains=tuned.whole)
-    position = _summed_corners(op.mul(corners, tape.new(times(PATCHES, 4), 1, op.FLOAT)), v)
+    four, trains = times(PATCHES, 4), tuned.whole
+    index = tape.new(four, 1, op.LONG)
+    corners = op.embedding(tape, four, v.positions, v.hidden, width, trains=trains, index=index)
+    position = _summed_corners(op.mul(corners, tape.new(four, 1, op.FLOAT)), v)
     del corners
     return op.add(x, op.cast(position, width))
+
+
+def fast_block(x: Value, delta: Value | None, v: VisionShape) -> Value:
+    """What a block's MLP adds, of launcher.training.vision_tower: nothing is kept, sums are made in place.
+
+    `delta`, what the block before added, is held to the end.
+    """
+    tape, rows, hidden, width = x.storage.tape, x.rows, v.hidden, x.width
+    normed = tape.new(rows, hidden, width)
+    qkv = tape.new(rows, 3 * hidden, width)
+    del normed
+    mixed, sums = tape.new(rows, hidden, width), tape.new(rows, v.heads, op.FLOAT)
+    del sums
+    projected = tape.new(rows, hidden, width)
+    normed = tape.new(rows, hidden, width)
+    del projected
+    inner = [tape.new(rows, v.intermediate, width) for _ in range(2 if v.kind == "qwen2_5" else 1)]
+    inner = inner[:1]  # the gate, which silu(gate) * up takes the place of
+    out = tape.new(rows, hidden, width)
+    del normed, qkv, mixed, inner
+    return out
+
+
+def fast_patches(tape: Tape, v: VisionShape, width: int) -> Value:
+    """Embedded patches, of launcher.training.vision_tower."""
+    x = tape.new(PATCHES, v.hidden, width)
+    return op.take(x, PATCHES) if v.kind == "qwen2_5" else x
 
 
 def _summed_corners(x: Value, v: VisionShape) -> Value:

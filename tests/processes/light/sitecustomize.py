@@ -85,7 +85,7 @@ if "launcher.training" in sys.orig_argv[:4]:
     loop = types.ModuleType("launcher.training.loop")
     loop.train = train
     sys.modules[loop.__name__] = loop
-elif "deepspeed.launcher.launch" in sys.orig_argv[:4] and os.environ.get("LIGHT") != "ranks":
+elif "launcher.running.nodelaunch" in sys.orig_argv[:4] and os.environ.get("LIGHT") != "ranks":
     code = launch(sys.orig_argv)
     sys.stdout.flush()
     os._exit(code)

@@ -1,0 +1,33 @@
+"""Whether a run's decoder layers are computed by the fused functions. Standard library only: planner and ranks ask."""
+
+from __future__ import annotations
+
+from launcher.families import Family
+from launcher.spec import RunConfig
+
+FAMILIES = ("qwen3_vl", "qwen3", "qwen2_5_vl", "qwen2")  # whose layers are of the one shape that they compute
+
+
+def fused_layers(config: RunConfig, family: Family, device: str) -> tuple[bool, str]:
+    """(whether train.kernels gives the fused functions on a device, the reason).
+
+    Asked for where they cannot be, the reason says why not; `device` is cuda or cpu.
+    """
+    asked, why_not = config.train.kernels, _why_not(config, family)
+    if why_not is not None or asked == "plain":
+        return False, why_not or "asked for"
+    if asked == "fused":
+        return True, "asked for"
+    return (device == "cuda", "every layer is of the known shape" if device == "cuda" else "they spare a GPU's memory")
+
+
+def _why_not(config: RunConfig, family: Family) -> str | None:
+    tune = config.tune
+    if family.model_type not in FAMILIES:
+        return f"layers of {family.model_type} have other parts"
+    if "lora" in (tune.language, tune.vision, tune.projector):
+        if tune.use_dora:
+            return "tune.use_dora=true makes an adapter more than a product"
+        if tune.lora_dropout > 0:
+            return "tune.lora_dropout gives each adapter an input of its own"
+    return None

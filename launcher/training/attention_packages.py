@@ -1,0 +1,93 @@
+"""Kernels that take a document's keys gathered: its prefix and then its own, in one call causal to the lower right.
+
+Shapes: T packed rows, K key rows of all segments, n heads, d head size; all take q [T, n, d], k and v [T, n_kv, d].
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from launcher.training.attention_layout import Layout
+
+# Of each kernel: the file that its package must have, and how to install it. flash-attn-4 lies in a folder of the name
+# of flash-attn, so that the folder alone tells nothing.
+FILES = {
+    "cudnn": ("cudnn/__init__.py", "nvidia-cudnn-frontend: pip install nvidia-cudnn-frontend"),
+    "flash_attention_4": ("flash_attn/cute/interface.py", "flash-attn-4: pip install flash-attn-4"),
+    "flash_attention_3": ("flash_attn_interface.py", "flash-attn 3, built from the folder hopper of its repository"),
+    "flash_attention_2": ("flash_attn/__init__.py", "flash-attn: pip install flash-attn --no-build-isolation"),
+}
+
+
+def missing(kernel: str) -> str | None:
+    """What to install for a kernel, None where it is installed or is PyTorch's."""
+    if kernel not in FILES:
+        return None
+    file, how = FILES[kernel]
+    spec = importlib.util.find_spec(file.split("/")[0].removesuffix(".py"))
+    if spec is None:
+        return how
+    folders = [Path(folder).parent for folder in spec.submodule_search_locations or ()]
+    folders += [Path(spec.origin).parent] if spec.origin and not folders else []
+    return None if any((folder / file).is_file() for folder in folders) else how
+
+
+def flash_attn_2(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None, causal: bool = True) -> Tensor:
+    """The flash-attn package, version 2."""
+    from flash_attn import flash_attn_varlen_func
+
+    k, v = _gathered(k, v, layout)
+    sizes = (layout.cu_q, layout.cu_k, layout.max_q, layout.max_k)
+    return flash_attn_varlen_func(q, k, v, *sizes, softmax_scale=scale, causal=causal)
+
+
+def flash_attn_3(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None, causal: bool = True) -> Tensor:
+    """The flash-attn package, version 3 (Hopper)."""
+    from flash_attn_interface import flash_attn_varlen_func
+
+    k, v = _gathered(k, v, layout)
+    sizes = (layout.cu_q, layout.cu_k, layout.max_q, layout.max_k)
+    out = flash_attn_varlen_func(q, k, v, *sizes, softmax_scale=scale, causal=causal)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def flash_attn_4(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None, causal: bool = True) -> Tensor:
+    """The flash-attn-4 package: kernels in Python, compiled on first use (Hopper and newer)."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    k, v = _gathered(k, v, layout)
+    sizes = {"cu_seqlens_q": layout.cu_q, "cu_seqlens_k": layout.cu_k}
+    longest = {"max_seqlen_q": layout.max_q, "max_seqlen_k": layout.max_k}
+    out = flash_attn_varlen_func(q, k, v, **sizes, **longest, softmax_scale=scale, causal=causal)
+    return out[0] if isinstance(out, tuple) else out
+
+
+class Gather(torch.autograd.Function):
+    """Rows of a tensor, some more than once; their gradients are added up in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, rows: Tensor) -> Tensor:  # type: ignore[override]
+        """`rows` [K] of `source`."""
+        ctx.save_for_backward(rows)
+        ctx.length = len(source)
+        return source.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        """Of `source`, as wide as it."""
+        (rows,) = ctx.saved_tensors
+        wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        total = wide.new_zeros((ctx.length, *grad.shape[1:])).index_add_(0, rows, wide)
+        return total.to(grad.dtype), None
+
+
+def _gathered(k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    if layout.key_rows is None:
+        return k, v
+    return Gather.apply(k, layout.key_rows), Gather.apply(v, layout.key_rows)  # type: ignore[no-untyped-call]

@@ -1,0 +1,191 @@
+"""A pretrained model whose weights are read straight to where training needs them: a GPU, or this rank's shard.
+
+transformers' from_pretrained holds a model in host memory first, and under ZeRO-3 reads it on rank 0, which hands every
+layer to the others. Here the model is made without weights, and each rank reads its own bytes. Names and shapes are
+matched with transformers' own rules; what they would have to compute on the way is left to from_pretrained.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from launcher.training.weightfiles import Part, Stored, Unreadable, read_parts, stored_tensors
+
+
+GENERATION = "generation_config.json"
+
+
+class NotDirect(Exception):
+    """Why this model's files must be left to from_pretrained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """A model with its weights, and how many bytes this rank has read for it."""
+
+    model: Any
+    read_bytes: int
+
+
+def load_direct(
+    model_class: Any,
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    deepspeed: Mapping[str, Any] | None = None,
+    turn: float = 0.0,
+) -> Direct:
+    """The model in `folder`, what `model_class.from_pretrained(folder, dtype=dtype)` gives, with weights on `device`.
+
+    `deepspeed` (a finished configuration of ZeRO-3): each rank holds its shard only, where DeepSpeed would put it.
+    `turn`: see read_parts. Raises NotDirect before anything is read, OSError.
+    """
+    if not folder.is_dir():
+        raise NotDirect(f"{folder} is no folder")
+    try:
+        stored = stored_tensors(folder)
+    except Unreadable as error:
+        raise NotDirect(str(error)) from error
+    model = _without_weights(model_class, folder, dtype)
+    places = _places(model, _renamed(model, stored), dtype)
+    parts = list(_sharded(model, places, deepspeed, device) if deepspeed else _whole(model, places, device))
+    read_bytes = read_parts(parts, turn=turn)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
+    if (folder / GENERATION).is_file():
+        model.generation_config = type(model.generation_config).from_pretrained(folder)
+    return Direct(model.eval(), read_bytes)
+
+
+def _without_weights(model_class: Any, folder: Path, dtype: torch.dtype) -> Any:
+    """The model with parameters on torch's meta device; its buffers, which are no weights, as they should be."""
+    from accelerate import init_empty_weights
+    from transformers.initialization import no_init_weights
+
+    config = model_class.config_class.from_pretrained(folder)
+    if getattr(config, "quantization_config", None) is not None:
+        raise NotDirect("its weights are quantized")
+    config.name_or_path = str(folder)
+    with init_empty_weights(include_buffers=False), no_init_weights():
+        model = model_class._from_config(config, dtype=dtype)
+    model.tie_weights()
+    if model._get_dtype_plan(dtype):
+        raise NotDirect("some of its weights keep a precision of their own")
+    if {name for name, _ in model.named_buffers()} & model.state_dict().keys():
+        raise NotDirect("its files hold buffers")
+    return model
+
+
+def _renamed(model: Any, stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Stored tensors by the names of the model's parameters, by the rules that from_pretrained follows."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    if len(renamings) + len(converters) < len(rules):
+        raise NotDirect("transformers knows a rule for its names that is not known here")
+    known, prefix = model.state_dict(), model.base_model_prefix
+    ignored = re.compile("|".join([r"rotary_emb\.inv_freq", *(model._keys_to_ignore_on_load_unexpected or ())]))
+    found: dict[str, Stored] = {}
+    for key in sorted(stored):
+        name, converted = rename_source_key(key, renamings, converters, prefix, known)
+        if name not in known and key in known:
+            name, converted = rename_source_key(key, [], [], prefix, known)
+        if converted is not None and name in known:
+            raise NotDirect(f"{key} is not stored as it is used")
+        if name in found:
+            raise NotDirect(f"{name} is there twice")
+        if name in known:
+            found[name] = stored[key]
+        elif not ignored.search(name):
+            raise NotDirect(f"{key} has no place in the model")
+    return found
+
+
+def _places(model: Any, stored: Mapping[str, Stored], dtype: torch.dtype) -> dict[torch.nn.Parameter, Stored]:
+    """Which tensor each parameter gets; tied ones are one parameter."""
+    names: dict[torch.nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    places = {}
+    for parameter, own in names.items():
+        there = [name for name in own if name in stored]
+        if not there:
+            raise NotDirect(f"{own[0]} is missing")
+        if len(there) > 1:
+            raise NotDirect(f"{' and '.join(there)} are one weight, and stored twice")
+        if stored[there[0]].shape != tuple(parameter.shape):
+            raise NotDirect(f"{there[0]} is stored as {stored[there[0]].shape}, not {tuple(parameter.shape)}")
+        if parameter.dtype != dtype:
+            raise NotDirect(f"{own[0]} is {parameter.dtype}")
+        places[parameter] = stored[there[0]]
+    return places
+
+
+def _replace(model: Any, new: Mapping[torch.nn.Parameter, torch.nn.Parameter]) -> None:
+    """Put new parameters where the old ones are; tied ones stay tied."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = new[parameter]
+
+
+def _whole(model: Any, places: Mapping[torch.nn.Parameter, Stored], device: torch.device) -> Iterator[Part]:
+    """Give every parameter its memory on `device`; what has to be read into it."""
+    new = {old: torch.nn.Parameter(torch.empty_like(old, device=device)) for old in places}
+    _replace(model, new)
+    for old, stored in places.items():
+        yield Part(stored=stored, first=0, target=new[old].detach().view(-1))
+
+
+def _sharded(
+    model: Any, places: Mapping[torch.nn.Parameter, Stored], config: Mapping[str, Any], device: torch.device
+) -> Iterator[Part]:
+    """Give every parameter its shard of this rank, as DeepSpeed makes them; what has to be read into it.
+
+    DeepSpeed 0.19.8's zero.Init (runtime/zero/partition_parameters.py) makes a shard from a whole parameter: here one
+    without content and for a moment, on the device where shards lie.
+    """
+    import deepspeed
+
+    zero = config.get("zero_optimization", {})
+    offload = zero.get("offload_param", {}).get("device", "none")
+    if offload == "nvme":
+        raise NotDirect("its shards lie on NVMe")
+    if zero.get("zero_quantized_weights") or zero.get("zero_quantized_nontrainable_weights"):
+        raise NotDirect("its shards are quantized")
+    init = deepspeed.zero.Init(config_dict_or_path=dict(config))
+    with init:  # linear layers find their weight again in the backward pass: see models.keep_no_gathered_weights
+        pass
+    new = {}
+    for old in places:
+        new[old] = whole = torch.nn.Parameter(torch.empty_like(old, device="cpu" if offload == "cpu" else device))
+        init._convert_to_deepspeed_param(whole)
+        whole.partition()
+    _replace(model, new)
+    for old, stored in places.items():
+        shard, size = new[old].ds_tensor, new[old].ds_tensor.ds_numel
+        first, count = share(stored.numel, size, new[old].ds_zero_partition_rank)
+        if count:
+            yield Part(stored=stored, first=first, target=shard.detach().view(-1)[:count])
+
+
+def share(numel: int, size: int, rank: int) -> tuple[int, int]:
+    """First element and number of elements of a rank's shard of `size`; the last shards may be padded, or empty.
+
+    Example:
+        >>> [share(10, 4, rank) for rank in range(4)]
+        [(0, 4), (4, 4), (8, 2), (12, 0)]
+    """
+    first = rank * size
+    return first, max(0, min(size, numel - first))

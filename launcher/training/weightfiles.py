@@ -1,0 +1,186 @@
+"""Tensors of safetensors files, read by several threads straight to where they are needed.
+
+A file is 8 bytes (the header's length), a JSON header (name -> dtype, shape, place) and the tensors' bytes:
+https://github.com/huggingface/safetensors#format. A part of a tensor is a range of a file, so a rank under ZeRO-3 reads
+its own part and nothing else; the ranks of a host share the disk's work through the page cache.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import queue
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+CHUNK = 16 * 2**20  # bytes of one read: long enough for a disk, and two a thread are little to pin
+MOST_THREADS = 8
+
+
+class Unreadable(Exception):
+    """The files are not of the kind that is read here; the text says how."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """A tensor in a file; `start` is its first byte there."""
+
+    file: Path
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Elements of a stored tensor from `first` on, which fill `target` (flat, of any dtype and device)."""
+
+    stored: Stored
+    first: int
+    target: torch.Tensor
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """Every tensor of a model's folder by its name there. Raises Unreadable."""
+    index = folder / INDEX
+    try:
+        if index.is_file():
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        else:
+            names = [SINGLE]
+        found: dict[str, Stored] = {}
+        for name in names:
+            found |= _header(folder / name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Unreadable(f"{folder} cannot be read: {error}") from error
+    return found
+
+
+def _header(file: Path) -> dict[str, Stored]:
+    with open(file, "rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        size = os.fstat(opened.fileno()).st_size
+        if length > size:
+            raise ValueError(f"{file.name} is no safetensors file, or cut short")
+        entries = json.loads(opened.read(length))
+    found = {}
+    for name, entry in entries.items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] not in DTYPES:
+            raise ValueError(f"{name} is {entry['dtype']}")
+        first, end = entry["data_offsets"]
+        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+        if end - first != math.prod(shape) * dtype.itemsize or 8 + length + end > size:
+            raise ValueError(f"{name} does not lie in {file.name} as its header says")
+        found[name] = Stored(file=file, start=8 + length + first, shape=shape, dtype=dtype)
+    return found
+
+
+def read_parts(parts: Sequence[Part], *, turn: float = 0.0) -> int:
+    """Fill every target; the bytes read. Raises OSError.
+
+    `turn` (0 to 1) is where in the files to begin: ranks of a host that all read the same begin apart, so that each
+    byte comes from the disk once. Targets on a GPU are filled through pinned memory.
+    """
+    chunks = [chunk for part in sorted(parts, key=_place) for chunk in _chunks(part)]
+    first = int(len(chunks) * turn) % max(1, len(chunks))
+    waiting: queue.SimpleQueue[Part] = queue.SimpleQueue()
+    for chunk in (*chunks[first:], *chunks[:first]):
+        waiting.put(chunk)
+    count = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)), len(chunks)))
+    threads = [_Reader(waiting) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for thread in threads:
+        if thread.error is not None:
+            raise thread.error
+    return sum(chunk.target.numel() * chunk.stored.dtype.itemsize for chunk in chunks)
+
+
+def _place(part: Part) -> tuple[str, int]:
+    return str(part.stored.file), part.stored.start + part.first * part.stored.dtype.itemsize
+
+
+def _chunks(part: Part) -> Iterable[Part]:
+    size = CHUNK // part.stored.dtype.itemsize
+    for at in range(0, part.target.numel(), size):
+        target = part.target[at : at + size]
+        yield Part(stored=part.stored, first=part.first + at, target=target)
+
+
+class _Reader(threading.Thread):
+    """Takes chunks until none is left; two buffers, so that a copy to the GPU runs while the next is read."""
+
+    def __init__(self, waiting: queue.SimpleQueue[Part]) -> None:
+        super().__init__(daemon=True, name="weights")
+        self.error: BaseException | None = None
+        self._waiting = waiting
+        self._files: dict[Path, int] = {}
+        self._buffers: list[torch.Tensor] = []
+        self._copied: list[torch.cuda.Event | None] = [None, None]
+
+    def run(self) -> None:
+        try:
+            with torch.no_grad():
+                for number in range(2**62):
+                    try:
+                        part = self._waiting.get_nowait()
+                    except queue.Empty:
+                        break
+                    self._take(part, number % 2)
+            for event in self._copied:
+                if event is not None:
+                    event.synchronize()
+        except BaseException as error:  # told to whoever waits
+            self.error = error
+        finally:
+            for descriptor in self._files.values():
+                os.close(descriptor)
+
+    def _take(self, part: Part, which: int) -> None:
+        target, dtype = part.target, part.stored.dtype
+        if target.device.type == "cpu" and target.dtype == dtype:
+            self._read(part, target)
+            return
+        on_gpu = target.device.type == "cuda"
+        if not self._buffers:
+            if on_gpu:
+                torch.cuda.set_device(target.device)  # a thread begins on the first GPU, and would take memory there
+            self._buffers = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
+        event = self._copied[which]
+        if event is not None:
+            event.synchronize()
+        staged = self._buffers[which][: target.numel() * dtype.itemsize].view(dtype)
+        self._read(part, staged)
+        # Over the bus as it is: a conversion on the way would be the processor's.
+        target.copy_(staged.to(target.device, non_blocking=True) if on_gpu else staged)
+        if on_gpu:
+            self._copied[which] = event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(target.device))
+
+    def _read(self, part: Part, into: torch.Tensor) -> None:
+        file, at = part.stored.file, part.stored.start + part.first * part.stored.dtype.itemsize
+        if file not in self._files:
+            self._files[file] = os.open(file, os.O_RDONLY)
+        view = memoryview(into.view(torch.uint8).numpy())
+        done = 0
+        while done < len(view):
+            got = os.preadv(self._files[file], [view[done:]], at + done)
+            if got == 0:
+                raise OSError(f"{file} ends early: it was cut short while it was read")
+            done += got

@@ -1,0 +1,81 @@
+"""Decoder layers of the fused functions against transformers' own: values and every gradient."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launcher.errors import ConfigError
+from launcher.spec import RunPlan
+from launcher.training import processors
+from launcher.training.backbone import language_of
+from launcher.training.batching import MicroBatch, collate, make_units
+from launcher.training.encoding import make_encoder
+from launcher.training.engine import build_scorer
+from launcher.training.fused import layer
+from launcher.training.pixels import Pixels
+from launcher.training.tuning import checkpoint_layers
+from tests.groups import GROUPS
+from tests.tiny import family_plan
+
+LORA = {"name": "lora", "language": "lora", "vision": "frozen", "projector": "frozen"}
+TUNES: dict[str, dict[str, Any]] = {
+    "lora": LORA,
+    "lora of rank 40": {**LORA, "r": 40, "use_rslora": True},
+    "some linears": {**LORA, "target_modules": r".*layers.*\.(q_proj|up_proj|down_proj)"},
+    "full": {},
+}
+CASES = [("qwen3_vl", tune) for tune in TUNES] + [(family, "lora") for family in ("qwen2_5_vl", "qwen3", "qwen2")]
+CASES += [("qwen2_5_vl", "full")]  # biases train
+
+
+@pytest.mark.parametrize(("family", "tune"), CASES)
+def test_scores_and_gradients_are_those_of_transformers_layers(family: str, tune: str, tmp_path: Path) -> None:
+    found = {}
+    for kernels in ("plain", "fused"):
+        plan = family_plan(tmp_path, family, tune=TUNES[tune], train={"kernels": kernels})
+        scorer, batch = _ready(plan)
+        found[kernels] = _scores_and_gradients(scorer, batch)
+    layer.lay_together(language_of(scorer.core))
+    found["weights laid together"] = _scores_and_gradients(scorer, batch)
+    checkpoint_layers(scorer.core, 1)
+    found["one layer recomputed"] = _scores_and_gradients(scorer, batch)
+    scores, gradients = found.pop("plain")
+    assert any("layers.0" in name for name in gradients)
+    for ours, theirs in found.values():
+        torch.testing.assert_close(ours, scores, atol=1e-5, rtol=1e-5)
+        assert theirs.keys() == gradients.keys()
+        for name, wanted in gradients.items():
+            torch.testing.assert_close(theirs[name], wanted, atol=1e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_asked_for_where_they_cannot_be_they_are_refused(tmp_path: Path) -> None:
+    plan = family_plan(tmp_path, "qwen3", tune={**LORA, "lora_dropout": 0.1}, train={"kernels": "fused"})
+    with pytest.raises(ConfigError, match="lora_dropout"):
+        build_scorer(plan, processors.load_processor(plan), torch.device("cpu"))
+
+
+def _ready(plan: RunPlan) -> tuple[Any, MicroBatch]:
+    processor = processors.load_processor(plan)
+    scorer = build_scorer(plan, processor, torch.device("cpu"))
+    scorer.train()
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in scorer.named_parameters():
+        if "lora_B" in name:  # zeros at the start, behind which A has no gradient
+            parameter.data.normal_(std=0.1, generator=generator)
+    encoder, pixels = make_encoder(plan, processor), Pixels(processor)
+    groups = GROUPS["text" if plan.arch.get("vision_config") is None else "mixed"]
+    encoded = [encoder.encode(group) for group in groups]
+    needed = {s.key: pixels.rows(s) for e in encoded for p in e.prompts for s in p.media}
+    return scorer, collate(encoded, make_units(encoded, plan.cost, 8192, splittable=False), needed, padded=True)
+
+
+def _scores_and_gradients(scorer: Any, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    scores = scorer(batch)
+    (scores * torch.linspace(-1, 1, len(scores))).sum().backward()
+    found = {name: p.grad.clone() for name, p in scorer.named_parameters() if p.grad is not None}
+    scorer.zero_grad(set_to_none=True)
+    return scores.detach(), found
