@@ -39,6 +39,13 @@ def model_source(model: ModelConfig) -> str:
     return str(folder)
 
 
+def weights_folder(model: ModelConfig) -> Path | None:
+    """The folder of a model's files where it is on this machine's disk already."""
+    if model.path is not None:
+        return Path(model.path) if Path(model.path).is_dir() else None
+    return local_folder(str(model.repo), model.source, "models")
+
+
 def hf_cache() -> Path:
     """The cache of huggingface_hub, found as it finds it."""
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")

@@ -321,8 +321,8 @@ def _pixels(patches: int, shape: Any) -> Patches:
     return Patches(values, torch.empty(3, 256, device=META), 2)
 
 
-def trace(plan: RunPlan, shape: Any, prompts: Prompts, *, detail: bool = False) -> tuple[Traced, Load]:
-    """Bytes of one micro-batch through the plan's Scorer and its loss."""
+def make_scorer(plan: RunPlan) -> scoring.Scorer:
+    """The plan's Scorer on meta tensors, as training would build it on a GPU."""
     family, tune = family_of(plan.config.model, plan.arch), plan.config.tune
     dtype = models.DTYPES[plan.precision]
     with META:
@@ -345,6 +345,12 @@ def trace(plan: RunPlan, shape: Any, prompts: Prompts, *, detail: bool = False) 
     for parameter in scorer.parameters():
         if parameter.requires_grad:  # DeepSpeed takes a gradient away as it arrives
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    return scorer
+
+
+def trace(plan: RunPlan, shape: Any, prompts: Prompts, *, detail: bool = False) -> tuple[Traced, Load]:
+    """Bytes of one micro-batch through the plan's Scorer and its loss."""
+    scorer = make_scorer(plan)
     counter = Counter(detail=detail)
     batch, load = make_batch(prompts, plan, shape)
     for tensor in (*scorer.parameters(), *scorer.buffers()):
@@ -358,7 +364,7 @@ def trace(plan: RunPlan, shape: Any, prompts: Prompts, *, detail: bool = False) 
         alive = _by_owner(counter.owners)
         value.backward()
         backward, where_backward = counter.restart()
-        tables = _tables(sight)
+        tables = _tables(scorer.sight)
         if backward > forward:
             owners = counter.peak_owners
     return Traced(

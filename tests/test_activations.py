@@ -18,9 +18,12 @@ from launcher.estimates import Load
 from launcher.planning.activations import activations
 from launcher.planning.setting import Setting
 from launcher.planning.shapes import read_shape
+from launcher.planning.states import states
 from launcher.resources import conf_dir
 from launcher.spec import RunPlan
-from tests.memory_trace import Prompts, trace
+from launcher.training import backbone
+from launcher.training.fused import layer as fused_layer
+from tests.memory_trace import Prompts, make_scorer, trace
 from tests.tiny import family_plan
 
 TOLERANCE = 0.01
@@ -121,6 +124,20 @@ def test_bytes_are_those_that_torch_allocates(
     peak = max(traced.forward, traced.backward)
     assert kept + max(found.forward, found.backward) == pytest.approx(peak, rel=near)
     assert peak > traced.kept > 0, "something was kept, and came on top"
+
+
+@pytest.mark.parametrize("tune", [LORA, {**LORA, "r": 40, "target_modules": r".*layers.*\.(q_proj|down_proj)"}])
+def test_adapters_beside_frozen_weights_are_counted(tune: dict[str, Any], tmp_path: Path) -> None:
+    plan = replace(family_plan(tmp_path, "qwen3", tune=tune), precision="bf16")
+    language = backbone.language_of(backbone.core_of(make_scorer(plan).model))
+    joined = fused_layer._joined_of(language)
+    weights = sum(m.base.weight.numel() for j in joined for m in j.members)
+    beside = sum(j.together.numel() for j in joined) - weights
+    frozen = states(setting_of(plan)).forward["frozen weights"]
+    apart = states(
+        setting_of(replace(plan, config=replace(plan.config, train=replace(plan.config.train, kernels="plain"))))
+    )
+    assert frozen - apart.forward["frozen weights"] == 4 * beside > 0  # in float32, as its DeepSpeed has it
 
 
 @pytest.mark.parametrize("pictures", [1, 3])  # tables of one size are made, or blocks are the fullest

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from launcher.errors import ConfigError
 from launcher.spec import RunPlan
@@ -16,6 +17,7 @@ from launcher.training.batching import MicroBatch, collate, make_units
 from launcher.training.encoding import make_encoder
 from launcher.training.engine import build_scorer
 from launcher.training.fused import layer
+from launcher.training.fused.projections import Joined, Projection
 from launcher.training.pixels import Pixels
 from launcher.training.tuning import checkpoint_layers
 from tests.groups import GROUPS
@@ -43,6 +45,8 @@ def test_scores_and_gradients_are_those_of_transformers_layers(family: str, tune
     found["weights laid together"] = _scores_and_gradients(scorer, batch)
     checkpoint_layers(scorer.core, 1)
     found["one layer recomputed"] = _scores_and_gradients(scorer, batch)
+    nothing, zeros = _scores_and_gradients(scorer, collate([], [], {}, padded=True))  # as other ranks have more
+    assert len(nothing) == 0 and zeros and not any(gradient.any() for gradient in zeros.values())
     scores, gradients = found.pop("plain")
     assert any("layers.0" in name for name in gradients)
     for ours, theirs in found.values():
@@ -79,3 +83,23 @@ def _scores_and_gradients(scorer: Any, batch: MicroBatch) -> tuple[torch.Tensor,
     found = {name: p.grad.clone() for name, p in scorer.named_parameters() if p.grad is not None}
     scorer.zero_grad(set_to_none=True)
     return scores.detach(), found
+
+
+def test_weights_one_behind_another_are_one_product() -> None:
+    """DeepSpeed lays weights that train so; a frozen or a larger one between them, or a type of its own, parts them."""
+    flat, joined = torch.randn(7 * 4 + 5), Joined(*(Projection(base=nn.Linear(4, n, bias=False)) for n in (2, 2, 3)))
+    weights = [member.base.weight for member in joined.members]
+    assert joined._weight() is None
+    for begin, weight in zip((0, 8, 16), weights, strict=True):
+        weight.data = flat[begin : begin + weight.numel()].view_as(weight)
+    found = joined._weight()
+    assert found is not None and found.data_ptr() == flat.data_ptr()
+    torch.testing.assert_close(found, torch.cat([weight.detach() for weight in weights]), atol=0, rtol=0)
+    x, dy = torch.randn(5, 4), torch.randn(5, 7)
+    together = joined.forward(x)[0], joined.backward_input(dy, None), joined.gradients(dy, None, None, x)
+    weights[2].data = flat[21:33].view_as(weights[2])
+    assert joined._weight() is None
+    weights[2].data = flat[16:28].view_as(weights[2]).clone()
+    assert joined._weight() is None
+    apart = joined.forward(x)[0], joined.backward_input(dy, None), joined.gradients(dy, None, None, x)
+    torch.testing.assert_close(together, apart)

@@ -99,7 +99,26 @@ def test_gradient_of_rms_norm(dtype: torch.dtype, tokens: int, size: int, spare:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "size", "rank"), [(1, 32, 0), (19, 16, 16), (67, 32, 32)])
+@pytest.mark.parametrize(
+    ("tokens", "size"), [(1, 96), (19, 600), (1100, 24)]
+)  # the last: more rows than one step takes
+def test_gradient_of_the_weight_of_rms_norm(dtype: torch.dtype, tokens: int, size: int) -> None:
+    make = Maker(dtype)
+    x = make.strided(tokens, size)
+    check("norm_weight_gradient", make.strided(tokens, size), x, ops.rms_norm(x, make(size), 1e-6)[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "heads", "size"), [(1, 1, 32), (19, 3, 32), (33, 2, 24)])
+def test_gradient_of_the_weight_of_norm_by_head(dtype: torch.dtype, tokens: int, heads: int, size: int) -> None:
+    make = Maker(dtype)
+    raw, dturned = make.strided(tokens, heads * size).unflatten(1, (heads, size)), make(heads, tokens, size + 8)
+    cos, sin = (turn(make(tokens, size // 2)).repeat(1, 2) for turn in (torch.cos, torch.sin))
+    check("head_norm_weight_gradient", dturned[..., :size].transpose(0, 1), raw, cos, sin, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "size", "rank"), [(3, 32, 0), (19, 16, 48)])
 @pytest.mark.parametrize("normed", [False, True])
 def test_rotation(dtype: torch.dtype, tokens: int, size: int, rank: int, normed: bool) -> None:
     make, (n, m) = Maker(dtype), HEADS
@@ -112,7 +131,7 @@ def test_rotation(dtype: torch.dtype, tokens: int, size: int, rank: int, normed:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "size", "rank"), [(1, 40, 0), (67, 72, 32), (600, 16, 16)])
+@pytest.mark.parametrize(("tokens", "size", "rank"), [(1, 40, 0), (67, 72, 32), (520, 16, 16)])
 def test_swiglu(dtype: torch.dtype, tokens: int, size: int, rank: int) -> None:
     make = Maker(dtype)
     gate_up, low = make.strided(tokens, 2 * size), make.low(tokens, 2 * size, rank)
@@ -131,6 +150,8 @@ def test_no_rows() -> None:
     check("swiglu", none, None)
     check("swiglu_backward", make(0, 16), none, None)
     cos = make(0, 8)
+    check("norm_weight_gradient", none, none, rstd)
+    check("head_norm_weight_gradient", make(0, 4, 8), make(0, 4, 8), cos, cos, 1e-6)
     check("rotate", make(0, 64), None, None, cos, cos, HEADS)
     check("rotate_backward", make(0, 4, 8), make(0, 2, 8), make(0, 2, 8), make(0, 64), None, None, cos, cos)
 
@@ -145,6 +166,7 @@ def test_real_sizes_on_a_gpu(rank: int) -> None:
     check("add_norm", x, make(tokens, size), low, weight, 1e-6)
     rstd = ops.rms_norm(x, weight, 1e-6)[1]
     check("norm_backward", make(tokens, size), x, rstd, weight, make(tokens, size), spare=rank)
+    check("norm_weight_gradient", make(tokens, size), x, rstd)
     gate_up, low = make(tokens, 2 * inner), make.low(tokens, 2 * inner, rank)
     check("swiglu", gate_up, low)
     check("swiglu_backward", make(tokens, inner), gate_up, low)
@@ -153,3 +175,4 @@ def test_real_sizes_on_a_gpu(rank: int) -> None:
     check("rotate", qkv, low, norms, cos, sin, (32, 8))
     dq, dk, dv = make(tokens, 32, 128), make(tokens, 8, 128), make(tokens, 8, 128)
     check("rotate_backward", dq, dk, dv, qkv, low, norms, cos, sin)
+    check("head_norm_weight_gradient", dq, qkv[:, : 32 * 128].unflatten(1, (32, 128)), cos, sin, 1e-6)

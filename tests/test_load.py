@@ -179,7 +179,29 @@ def test_prepared_rows_tell_their_load(words: list[str], tmp_path: Path, monkeyp
     load, _, said = step_of(plan, known)
     assert said == "lengths of the 3 training rows" and load.tokens > 0
     if "digits" in words[0]:
-        assert step_of(plan, {})[0] == load and load.patches > 0
+        alone = step_of(plan, {})[0]
+        assert 0 < load.patches < alone.patches, "a step of many rows out of three shows pictures again"
+        assert replace(alone, patches=load.patches, patch_pairs=load.patch_pairs) == load
         assert micro_load(config, read_shape(config.model, config.model.arch), {}, 512) == micro_load(
             config, read_shape(config.model, config.model.arch), known, 512
         )
+
+
+@pytest.mark.parametrize(("queries", "rows"), [("text", 4), ("text", 8), ("image", 8)])
+def test_pictures_that_rows_of_a_micro_batch_share_pass_the_tower_once(queries: str, rows: int, tmp_path: Path) -> None:
+    rng, pages, micro_batches = np.random.default_rng(0), 24, 400
+    each = 5 if queries == "image" else 4
+    drawn = [len({p for _ in range(rows) for p in rng.choice(pages, each, False)}) for _ in range(micro_batches)]
+    row = [500, 400, 1600 * each, 900, 4, 0, 9e5, 2e6 * each]  # of QUANTITIES
+    nothing = [0] * len(QUANTITIES)
+    lengths = {"load": {"kinds": [[1, 3, 64, [64 * n for n in row], nothing, nothing]]}}
+    shown = {"queries": {queries: 64}, "documents": {"image": 200, "mixed": 56}}
+    train = {"rows": 64, "documents": 256, "images": pages, "modality": shown, "lengths": lengths}
+    plan = tiny_plan(tmp_path, batch={"global_size": 2 * rows})
+    shape = read_shape(plan.config.model, plan.arch)
+    apart = step_load(plan.config, shape, {"train": {**train, "images": 0}}, 1, rows * 500)
+    load, micro_steps, _ = step_load(plan.config, shape, {"train": train}, 1, rows * 500)
+    assert micro_steps == apart[1] == 2 and apart[0].patches == 2 * rows * row[2]
+    share = load.patches / apart[0].patches
+    assert share == pytest.approx(sum(drawn) / micro_batches / rows / each, rel=0.02)
+    assert load.patch_pairs / apart[0].patch_pairs == pytest.approx(share, rel=1e-3) and load.tokens == apart[0].tokens

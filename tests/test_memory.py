@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from launcher.estimates import CONTEXT, FRAGMENTS, Load
-from launcher.planning.memory import disk_bytes, estimate, moments
+from launcher.planning.memory import TABLES, disk_bytes, estimate, moments
 from launcher.planning.models import parameter_counts, trainable_counts
 from launcher.planning.setting import Setting
 from launcher.planning.states import States, states
 from launcher.planning.tensors import tensors
+from launcher.training import vision_tables
 from tests.planning_support import GIB, gpus, plan, setting_of
 from tests.processes.memory_states import CASES, make
 
@@ -111,10 +112,23 @@ def test_states_by_hand() -> None:
 
 
 def test_four_bits_take_a_quarter() -> None:
-    whole = states(_setting("model=qwen3_vl_reranker_8b", "tune=lora")).forward["frozen weights"]
+    # Fused layers keep copies of adapters beside weights that have all of their bits.
+    plain = "train.kernels=plain"
+    whole = states(_setting("model=qwen3_vl_reranker_8b", "tune=lora", plain)).forward["frozen weights"]
     small = states(_setting("model=qwen3_vl_reranker_8b", "tune=qlora")).forward["frozen weights"]
     linear = 6_945_767_424  # weights of the decoder's linear layers
     assert whole - small == pytest.approx(linear * (2 - 0.5 - 1 / 64 - 4 / 16384), rel=1e-9)
+
+
+def test_what_a_frozen_tower_keeps_of_pictures_is_counted() -> None:
+    assert TABLES == vision_tables.ROOM
+    found = estimate(_setting("model=qwen3_vl_2b", "tune=lora"), LOAD).gpu
+    assert found["tables of pictures"] == TABLES
+    for words, load in (
+        (("tune=full", "tune.vision=full"), LOAD),
+        (("tune=lora",), replace(LOAD, patches=0, visual=0)),
+    ):
+        assert "tables of pictures" not in estimate(_setting("model=qwen3_vl_2b", *words), load).gpu
 
 
 def test_fragments_follow_the_allocators_setting() -> None:

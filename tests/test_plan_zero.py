@@ -138,6 +138,19 @@ def test_sizes_follow_what_trains() -> None:
     assert large["stage3_param_persistence_threshold"] == 100_000
 
 
+def test_whole_layers_are_fetched_ahead() -> None:
+    keys = ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
+
+    def sizes(user: Any = None, **layer: int) -> list[int]:
+        zero = finish("stage3", user, **layer)[0]["zero_optimization"]
+        return [zero[key] for key in keys]
+
+    assert sizes(layer=10**9) == [10**9, 3 * 10**9, 5 * 10**8]  # of 72B
+    assert sizes(layer=10**7) == [5 * 10**7, 7 * 10**7, 5 * 10**6]  # several small layers travel together
+    assert sizes({"zero_optimization": {keys[1]: 7}}, layer=10**9)[1] == 7
+    assert sizes() == [5 * 10**7, 10**9, 10**9]
+
+
 def test_a_copy_of_the_weights_for_each_host() -> None:
     key = "zero_hpz_partition_size"
     assert finish("stage3_hpz", slots=(4, 4, 4))[0]["zero_optimization"][key] == 4

@@ -6,7 +6,6 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image as Pillow

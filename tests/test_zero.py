@@ -50,8 +50,8 @@ def test_same_as_a_plain_loop(outcomes: Path, reference: Any, name: str, stage: 
         torch.testing.assert_close(
             weights[parameter], value, atol=2e-4, rtol=1e-4, msg=lambda m, p=parameter: f"{p}: {m}"
         )
-        close = (weights[parameter] - value).abs() <= 1e-5
-        assert close.float().mean() > 0.98, parameter
+        apart = int(((weights[parameter] - value).abs() > 1e-5).sum())
+        assert apart <= max(1, 0.02 * value.numel()), parameter
         moved += int(value.numel())
     assert moved > 100_000
 

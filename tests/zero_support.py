@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,8 @@ def write_base(out: Path) -> None:
 
 def plain_loop(plan: Any) -> tuple[dict[str, list[float]], dict[str, torch.Tensor]]:
     """Numbers and parameters of three steps on the CPU: one batch, torch's clipping and AdamW, no DeepSpeed."""
+    plain = replace(plan.config.train, kernels="plain")
+    plan = replace(plan, config=replace(plan.config, train=plain))
     processor = processors.load_processor(plan)
     scorer = build_scorer(plan, processor, torch.device("cpu"))
     scorer.train()

@@ -10,8 +10,10 @@ from typing import Any
 
 from launcher.errors import ConfigError, Problem
 from launcher.estimates import Choice, MemoryEstimate, TimeEstimate
+from launcher.kernels import fused_layers
 from launcher.planning import load, memory, rates, speed
 from launcher.planning.facts import TextFile
+from launcher.planning.groups import layer_elements
 from launcher.planning.models import largest_adapter, trainable_counts
 from launcher.planning.room import Room
 from launcher.planning.setting import Setting
@@ -27,7 +29,7 @@ SHARDED = ("stage2", "stage1", "stage3", "stage3_hpz")
 OFFLOADED = ("stage2_offload", "stage3_offload")  # weighed where none of the others fits: slow
 TOKEN_STEP = 1024
 CPU_TOKENS = 8192
-GPU_TOKENS = 32768  # a GPU is busy long before this; more only costs memory
+GPU_TOKENS = 49152  # a GPU is busy long before this; beyond it only ever more memory is taken
 GROWTH = 4 / 3
 SPLITS = 8  # micro-batches a step up to which each number of them gives a size to try
 
@@ -51,6 +53,7 @@ class Ask:
     data: Mapping[str, Any]  # RunPlan.data
     measured: Mapping[str, Any] | None = None  # rates that `check speed` found on the GPUs
     steps_per_epoch: int | None = None
+    processors: int | None = None  # of a host, None where they are not known
 
     @property
     def world(self) -> int:
@@ -121,8 +124,11 @@ def finished(ask: Ask, names: Sequence[str]) -> Iterator[tuple[Setting, tuple[st
 
 
 def sharded(ask: Ask) -> tuple[str, ...]:
-    """What zero=auto weighs; one GPU has nobody to share with, and stage 2 is as good as any."""
-    return SHARDED if ask.world > 1 else SHARDED[:1]
+    """What zero=auto weighs; one GPU has nobody to share with: stage 1 makes fewest calls for an adapter's many small
+    parameters, and among large ones stage 2 is as good as any."""
+    if ask.world > 1:
+        return SHARDED
+    return ("stage1",) if ask.config.tune.name in ("lora", "qlora") else SHARDED[:1]
 
 
 def setting_of(ask: Ask) -> tuple[Setting, tuple[str, ...]]:
@@ -134,6 +140,7 @@ def setting_of(ask: Ask) -> tuple[Setting, tuple[str, ...]]:
     trained = Trained(
         parameters=sum(trainable_counts(shape, config.tune, config.task).values()),
         largest_adapter=largest_adapter(shape, config.tune),
+        layer=layer_elements(shape, config.tune) if fused_layers(config, shape.family, ask.device)[0] else 0,
     )
     deepspeed, notices = finish_zero(ask.files[config.zero.file], ask.own, settings, trained)
     setting = Setting(
@@ -147,6 +154,7 @@ def setting_of(ask: Ask) -> tuple[Setting, tuple[str, ...]]:
         slots=max(ask.slots),
         checkpointed_layers=0,
         attention=ask.attention,
+        processors=None if ask.processors is None else max(1, ask.processors // max(ask.slots)),
     )
     return setting, tuple(notices)
 

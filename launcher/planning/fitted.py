@@ -20,14 +20,16 @@ FP32_SLOWDOWN = 12.0  # products in float32, which torch keeps off the tensor co
 THIN = 1.4  # adapters: traffic of products with a side of a few values, over that of elementwise kernels
 SCATTER_BYTES = 140.0  # a value: gradients of keys that several documents share, added up by atomic operations
 DEQUANTISE_BYTES = 9.6  # a weight and use: 4-bit weights to bf16
-PICTURE_S = 1.5e-6  # a patch: the thread that reads pictures holds Python back, and the GPU waits
-MICRO_STEP_S, STEP_S = 0.039, 0.02  # before the first kernel runs; loss, norm and log of a step
+PICTURE_S = 6.7e-6  # a patch, of one thread: 27 ms for a page of 4,032, decoding included
+WORKERS = 15  # threads that make pictures for a rank whose processors nobody has counted
+MICRO_STEP_S, STEP_S = 0.018, 0.01  # before the first kernel runs; loss, norm and log of a step
 
 # Kernels that the host calls in a forward pass; the backward pass is called from C++ and has more of them.
 LAYER_KERNELS, ADAPTER_KERNELS, VISION_KERNELS, EXPERT_KERNELS, DELTA_KERNELS = 65, 4, 45, 10, 400
 BACKWARD_KERNELS = 1.3
-# Host time of each tensor that trains: in a backward pass, and in an optimizer step below stage 3 and in it.
-TENSOR_MICRO_S, TENSOR_STEP_S, TENSOR_STEP3_S = 5e-5, 8.2e-5, 1.6e-3
+# Host time of each tensor that trains: in a backward pass, and in an optimizer step of stages 0 and 1,
+# of stage 2 and of stage 3.
+TENSOR_MICRO_S, TENSOR_STEP1_S, TENSOR_STEP_S, TENSOR_STEP3_S = 5e-5, 3.5e-5, 8.2e-5, 1.6e-3
 # ZeRO-3's Python around each module and each module that has weights to gather, and the backward pass's share.
 MODULE_S, GATHER_S, ZERO3_BACKWARD = 3.6e-4, 6.1e-4, 0.515
 
@@ -35,12 +37,13 @@ MODULE_S, GATHER_S, ZERO3_BACKWARD = 3.6e-4, 6.1e-4, 0.515
 # float32 sum, which stage 2 takes many small steps for; then norm, clipping, AdamW and the copy into 16 bits.
 GRADIENT_BYTES, STAGE2_GRADIENT_BYTES, OPTIMIZER_BYTES = 14.0, 80.0, 46.0
 
-# Fused decoder layers (train.kernels=auto on GPUs), and what came with them: measured kernel by kernel on one H200 with
-# torch 2.11, not fitted on runs yet.
+# Fused decoder layers (train.kernels=auto on GPUs), and what came with them: sums of kernels in profiles of whole steps
+# of text, page and chat on one H200 with torch 2.11, LoRA and ZeRO-1 (tests/bench/RESULTS.md). Single kernels in bursts
+# are up to 20 % faster; FUSED_ADDING and LEAF_S are of such, and not of runs yet.
 FUSED_PRODUCTS = 0.926
-FUSED_MEMORY = 1.0  # of STREAMED: norms, sums, SwiGLU and their gradients reach 84 to 102 % of 4,300 GB/s
+FUSED_MEMORY = 0.975  # of STREAMED: norms, sums, SwiGLU and their gradients
 FUSED_ADDING = 2.0  # kernels that add adapters (ZeRO-3, 4-bit weights) take so many times as long
-FUSED_THIN = 1.1  # products with a side of a few values
+FUSED_THIN = 1.0  # products with a side of a few values
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class Attention:
 
 
 FLASH = Attention(1.04, 583.0, 0.80, 418.0, 0.64)  # PyTorch's and flash-attn 2
-CUDNN = Attention(1.70, 439.0, 1.56, 780.0, 0.55)  # on Hopper
+# On Hopper. Half of its backward pass is no product: sums over each row of results, of heads, and into 16 bits.
+CUDNN = Attention(1.57, 670.0, 1.47, 1430.0, 0.64)
 # Kernels called for a layer in each pass, of which Python calls the backward pass's too; and ZeRO-3's Python for one.
 FUSED_KERNELS, FUSED_BACKWARD_KERNELS, LEAF_S = 60, 80, 2.0e-3

@@ -24,10 +24,10 @@ INLINE_RANKS = 64  # more ranks are added by a product of their own (launcher.tr
 RMS_NORM, ADD_NORM, ADD, NORM_BACKWARD = 4, 8, 6, 8  # of the hidden size
 SWIGLU, SWIGLU_BACKWARD = 6, 12  # of the MLP's inner size: two halves read, one written; half of it again, and both
 ROTATE, ROTATE_BACKWARD = 4, 6  # of queries and keys; values pass through the latter (4)
-NORM_GRADIENT, HEAD_NORM_GRADIENT = 36, 98  # of norms that train, in plain PyTorch and float32
+NORM_GRADIENT = 4  # of norms that train: two values read
 PRODUCT_ADDED = 4  # a product of low rank added to what is there
 # Per key or value of a prefix that is copied: the copy, both ways; its gradients' sum. Per query of a second call.
-COPY, SUM, SECOND_CALL = 4, 25, (12, 18)
+COPY, SUM, SECOND_CALL = 4, 4, (12, 18)
 
 
 Named = tuple[tuple[str, Group], ...]
@@ -119,7 +119,7 @@ def _layer_traffic(setting: Setting, layers: _Layers, slower: float) -> tuple[fl
     back_after = f * SWIGLU_BACKWARD * gated + h * NORM_BACKWARD
     renormed = h * RMS_NORM * (trains or setting.precision == "fp16")
     norm = trains * h * NORM_GRADIENT
-    heads = trains * shape.family.qk_norm * (q + kv) * HEAD_NORM_GRADIENT
+    heads = trains * shape.family.qk_norm * (q + kv) * NORM_GRADIENT
     forward = before * layers.before + after * layers.after
     backward = (back_before + renormed + norm + heads) * layers.before + (back_after + renormed + norm) * layers.after
     return forward, backward

@@ -39,6 +39,11 @@ def groups(shape: Shape, tune: TuneConfig) -> tuple[dict[str, Group], ...]:
     return tuple(_layer(shape, tune.r, adapted, n) for n in range(shape.layers))
 
 
+def layer_elements(shape: Shape, tune: TuneConfig) -> int:
+    """Weights of a decoder layer's linear layers, which ZeRO-3 gathers together."""
+    return sum(group.inner * group.outer for group in groups(shape, tune)[0].values())
+
+
 def _layer(shape: Shape, r: int, adapted: set[str], number: int) -> dict[str, Group]:
     linears, prefix = shape.decoder(number), f"{shape.family.language}.layers.{number}."
     found = {}

@@ -52,7 +52,32 @@ def step_load(
         row = _padded(row, found)
     steps = _micro_steps(row["tokens"], size, world, max_tokens)
     said = _assumption(config, row) if found is None else _counted(found)
-    return _load({name: row[name] * size for name in QUANTITIES}), steps, said
+    total = {name: row[name] * size for name in QUANTITIES}
+    if row["patches"]:
+        first = _seen_first(data.get("train") or {}, row["documents"], size / (world * steps))
+        total |= {name: total[name] * first for name in ("patches", "patch_pairs")}
+    return _load(total), steps, said
+
+
+def _seen_first(known: Mapping[str, Any], documents: float, rows: float) -> float:
+    """Share of the pictures of so many rows, a micro-batch's, that none of its other rows has shown: each distinct one
+    passes through the tower once. `documents` a row; of pictures that rows draw alike.
+
+    Example:
+        >>> shown = {"rows": 4, "documents": 8, "images": 4, "modality": {"documents": {"image": 8}}}
+        >>> _seen_first(shown, 2.0, 2.0)
+        0.75
+    """
+    distinct = known.get("images", 0) + known.get("videos", 0)
+    of_all = {"documents": known.get("documents", 0), "queries": known.get("rows", 0), "messages": known.get("rows", 0)}
+    shown = 0.0  # of a row
+    for what, counts in known.get("modality", {}).items():
+        share = sum(n for kind, n in counts.items() if kind != "text") / max(1, of_all[what])
+        shown += share * (documents if what == "documents" else 1.0)
+    if not distinct or not shown or rows <= 1:
+        return 1.0
+    shown = min(shown, distinct)
+    return float(distinct * (1 - (1 - shown / distinct) ** rows) / (shown * rows))
 
 
 def _summary(config: RunConfig, data: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -184,6 +184,7 @@ def _ask(facts: Facts, placement: Placement, shape: Shape, config: RunConfig, pr
         data=facts.prepared,
         measured=measured_on(placement.gpu_kind, facts.measured),
         steps_per_epoch=None if rows is None else steps_per_epoch(rows, config.batch.global_size),
+        processors=facts.cpu_count if placement.transport == "local" and not placement.assumed else None,
     )
 
 

@@ -156,6 +156,7 @@ def _ask(
         room=room,
         data=plan.data,
         steps_per_epoch=plan.batch.steps_per_epoch,
+        processors=int(threads) * max(slots) if (threads := plan.env.get("OMP_NUM_THREADS", "")).isdigit() else None,
     )
 
 

@@ -27,6 +27,7 @@ class Setting:
     slots: int  # ranks of a host, the most that any has
     checkpointed_layers: int  # decoder layers recomputed in the backward pass
     attention: str  # as RunPlan.attention
+    processors: int | None = None  # of a rank, None where nobody has counted them
 
     @property
     def stage(self) -> int:

@@ -88,10 +88,9 @@ def predict(setting: Setting, step: Load, micro_steps: int, rates: Rates, *, len
 
 
 def _share(step: Load, setting: Setting, micro_steps: int) -> Load:
-    """The micro-batch of the rank with the most rows. Rows are not divided, unless they fill a micro-batch alone."""
-    shares = setting.world * micro_steps
-    rows = setting.config.batch.global_size / shares
-    factor = min(math.ceil(rows - 1e-9) / rows, 2.0 if rows > 1 else math.inf) / shares
+    """The mean micro-batch of the rank with the most rows. Rows are not divided between ranks."""
+    rows = setting.config.batch.global_size / setting.world
+    factor = math.ceil(rows - 1e-9) / rows / (setting.world * micro_steps)
     return Load(
         tokens=max(1, round(step.tokens * factor)),
         visual=round(step.visual * factor),
@@ -150,7 +149,7 @@ def _parts(
         optimizer += fitted.OPTIMIZER_BYTES * own * memory
     waits = n * (sum(p.network_s for p in phases) + moved.first_gather_s) + moved.reduce_step_s + moved.gather_step_s
     exposed = 0.0 if moved.overlaps else n * moved.reduce_s
-    tensor = fitted.TENSOR_STEP3_S if setting.stage == 3 else fitted.TENSOR_STEP_S
+    tensor = {2: fitted.TENSOR_STEP_S, 3: fitted.TENSOR_STEP3_S}.get(setting.stage, fitted.TENSOR_STEP1_S)
     host = n * (sum(p.host_s for p in phases) + slower * fitted.MICRO_STEP_S)
     parts = {name: n * passes.needed for name, passes in done.gpu.items()}
     again = {name: n * passes.again for name, passes in done.gpu.items()}
@@ -164,8 +163,9 @@ def _parts(
         NETWORK: waits + exposed,
         HOST_LINK: n * moved.host_micro_s + moved.host_step_s,
         PROCESSOR: host + slower * (fitted.STEP_S + sizes.tensors * tensor),
-        PICTURES: n * done.pictures_s,
     }
+    # Threads make pictures meanwhile, some micro-batches ahead.
+    parts[PICTURES] = n * done.pictures_s - sum(parts.values())
     return {name: seconds for name, seconds in parts.items() if seconds > 0}
 
 

@@ -16,6 +16,7 @@ from launcher.planning.shapes import weights
 from launcher.planning.traffic import traffic
 
 TERA, GB = 1e12, 1e9
+MOST_WORKERS = 16  # launcher.training.workers.MOST
 # Where the elementwise work of a part of `traffic` is shown.
 _SHOWN = {"language": "norms and activations", "adapters": "adapters", "vision": "vision", "head": "head"}
 
@@ -26,7 +27,7 @@ class Work:
 
     gpu: dict[str, Passes]  # by part
     host: Passes  # the processor's own: kernels called, and ZeRO-3's Python
-    pictures_s: float
+    pictures_s: float  # of all threads that make pictures
 
     @property
     def forward_s(self) -> float:
@@ -58,7 +59,7 @@ def work(setting: Setting, load: Load, sizes: Sizes, rates: Rates) -> Work:
     return Work(
         gpu={name: passes for name, passes in gpu.items() if passes.total},
         host=_host(setting, load, sizes, rates),
-        pictures_s=load.patches * fitted.PICTURE_S * _slower(rates),
+        pictures_s=load.patches * fitted.PICTURE_S / _workers(setting),
     )
 
 
@@ -110,6 +111,13 @@ def _dequantised(setting: Setting, rates: Rates) -> Passes:
     bytes_once = sum(weights(shape.decoder(n)) for n in range(shape.layers)) * fitted.DEQUANTISE_BYTES
     once = Passes(forward=bytes_once, backward=bytes_once, again=bytes_once * setting.recomputed)
     return once.times(1 / (rates.memory_gbs * GB))
+
+
+def _workers(setting: Setting) -> int:
+    """Threads that make a rank's pictures (launcher.training.workers)."""
+    if setting.config.dataset.workers is not None:
+        return setting.config.dataset.workers
+    return fitted.WORKERS if setting.processors is None else min(max(setting.processors - 1, 1), MOST_WORKERS)
 
 
 def _slower(rates: Rates) -> float:

@@ -31,6 +31,7 @@ class Trained:
 
     parameters: int  # that train
     largest_adapter: int  # elements of the largest LoRA matrix, 0 without LoRA
+    layer: int = 0  # of a decoder layer that ZeRO-3 gathers whole, 0 where it gathers linear layers one by one
 
 
 def finish_zero(
@@ -66,6 +67,8 @@ def finish_zero(
         # Adapters that stay whole are not gathered layer by layer: half the all-gathers.
         threshold = max(zero["stage3_param_persistence_threshold"], trained.largest_adapter)
         zero["stage3_param_persistence_threshold"] = threshold
+    if stage == 3 and trained.layer:
+        zero = {**zero, **{key: size for key, size in _whole_layers(zero, trained.layer).items() if key not in given}}
     if HPZ in zero:
         zero[HPZ] = _copy_size(zero[HPZ], stage, settings, where(f"zero_optimization.{HPZ}"))
     return _whole(merged, zero, settings), notices
@@ -193,6 +196,22 @@ def _copy_size(asked: Any, stage: int, settings: Settings, where: str) -> int:
     if text:
         raise ConfigError(Problem(text, where, ("zero=stage3",)))
     return int(size)
+
+
+def _whole_layers(zero: dict[str, Any], layer: int) -> dict[str, int]:
+    """Sizes for decoder layers of so many elements, each gathered as one.
+
+    The next one travels while one is computed. Every module that is reached, the tower's small ones too, fetches ahead
+    until stage3_max_live_parameters are there, so that this is what bounds memory: two layers, and a third for
+    embeddings and what is left of other modules, without which the next layer would come in two pieces, the second
+    waited for. Only the last layer stays for its backward pass; others kept would leave no room to fetch ahead.
+    """
+    ahead = max(layer, zero["stage3_prefetch_bucket_size"])
+    return {
+        "stage3_prefetch_bucket_size": ahead,
+        "stage3_max_live_parameters": 2 * layer + ahead,
+        "stage3_max_reuse_distance": layer // 2,
+    }
 
 
 def _buckets(zero: dict[str, Any], trained: Trained) -> dict[str, int]:

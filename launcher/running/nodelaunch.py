@@ -26,7 +26,9 @@ class Accelerator:
         """Variables that say which devices a rank sees."""
         return ["CUDA_VISIBLE_DEVICES"]
 
-    def set_visible_devices_envs(self, current_env: MutableMapping[str, str], local_accelerator_ids: Sequence[int]) -> None:
+    def set_visible_devices_envs(
+        self, current_env: MutableMapping[str, str], local_accelerator_ids: Sequence[int]
+    ) -> None:
         """Let the ranks see these devices, which they find by their local rank."""
         for name in self.visible_devices_envs():
             current_env[name] = ",".join(map(str, local_accelerator_ids))

@@ -20,6 +20,7 @@ from launcher.errors import ExitCode, LauncherError
 from launcher.rundir import RunDir
 from launcher.spec import RunPlan, plan_from_json
 from launcher.streams import take_any_text
+from launcher.training.ahead import start_reading
 from launcher.training.spared import pause_collection, spare_imports
 
 FINISHED = ("evaluate", "score", "export", "golden")
@@ -89,6 +90,7 @@ def _train(plan: RunPlan) -> NoReturn:
     nsys.die_with_guard()
     code = ExitCode.OK
     pause_collection()
+    start_reading(plan.config.model, int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_SIZE", "1")))
     try:
         from launcher.training.loop import train  # torch comes with it
 

@@ -9,6 +9,7 @@ Shapes: T packed rows, E entries of a call, n heads, n_kv key heads, d head size
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,7 @@ class CudnnRagged:
         self.cudnn: Any = cudnn
         self.handle = cudnn.create_handle()
         self.graphs: dict[Key, tuple[Any, int]] = {}  # and bytes of workspace
+        atexit.register(self.graphs.clear)  # or the package tells at length of each one that outlives the interpreter
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
         """Of Part; the log-sum-exp lies as [T, n]."""

@@ -8,7 +8,7 @@ matched with transformers' own rules; what they would have to compute on the way
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from launcher.training.weightfiles import Part, Stored, Unreadable, read_parts, stored_tensors
-
 
 GENERATION = "generation_config.json"
 
@@ -57,31 +56,41 @@ def load_direct(
     places = _places(model, _renamed(model, stored), dtype)
     parts = list(_sharded(model, places, deepspeed, device) if deepspeed else _whole(model, places, device))
     read_bytes = read_parts(parts, turn=turn)
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device)
+    buffers_to(model, device)
     if (folder / GENERATION).is_file():
         model.generation_config = type(model.generation_config).from_pretrained(folder)
     return Direct(model.eval(), read_bytes)
 
 
 def _without_weights(model_class: Any, folder: Path, dtype: torch.dtype) -> Any:
-    """The model with parameters on torch's meta device; its buffers, which are no weights, as they should be."""
-    from accelerate import init_empty_weights
-    from transformers.initialization import no_init_weights
-
     config = model_class.config_class.from_pretrained(folder)
     if getattr(config, "quantization_config", None) is not None:
         raise NotDirect("its weights are quantized")
     config.name_or_path = str(folder)
-    with init_empty_weights(include_buffers=False), no_init_weights():
-        model = model_class._from_config(config, dtype=dtype)
-    model.tie_weights()
+    model = structure(model_class, config, dtype)
     if model._get_dtype_plan(dtype):
         raise NotDirect("some of its weights keep a precision of their own")
     if {name for name, _ in model.named_buffers()} & model.state_dict().keys():
         raise NotDirect("its files hold buffers")
     return model
+
+
+def structure(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
+    """The model with parameters on torch's meta device, tied; its buffers, which are no weights, as they should be."""
+    from accelerate import init_empty_weights  # type: ignore[import-untyped]  # peft needs it too
+    from transformers.initialization import no_init_weights
+
+    with init_empty_weights(include_buffers=False), no_init_weights():
+        model = model_class._from_config(config, dtype=dtype)
+    model.tie_weights()
+    return model
+
+
+def buffers_to(model: Any, device: torch.device) -> None:
+    """Move buffers alone: parameters are where they should be."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
 
 
 def _renamed(model: Any, stored: Mapping[str, Stored]) -> dict[str, Stored]:
@@ -132,18 +141,18 @@ def _places(model: Any, stored: Mapping[str, Stored], dtype: torch.dtype) -> dic
     return places
 
 
-def _replace(model: Any, new: Mapping[torch.nn.Parameter, torch.nn.Parameter]) -> None:
-    """Put new parameters where the old ones are; tied ones stay tied."""
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = new[parameter]
+def replace(module: Any, new: Mapping[torch.nn.Parameter, torch.nn.Parameter], *, recurse: bool = True) -> None:
+    """Put new parameters where old ones are; tied ones stay tied."""
+    for one in module.modules() if recurse else (module,):
+        for name, parameter in one._parameters.items():
+            if parameter in new:
+                one._parameters[name] = new[parameter]
 
 
 def _whole(model: Any, places: Mapping[torch.nn.Parameter, Stored], device: torch.device) -> Iterator[Part]:
     """Give every parameter its memory on `device`; what has to be read into it."""
     new = {old: torch.nn.Parameter(torch.empty_like(old, device=device)) for old in places}
-    _replace(model, new)
+    replace(model, new)
     for old, stored in places.items():
         yield Part(stored=stored, first=0, target=new[old].detach().view(-1))
 
@@ -151,33 +160,51 @@ def _whole(model: Any, places: Mapping[torch.nn.Parameter, Stored], device: torc
 def _sharded(
     model: Any, places: Mapping[torch.nn.Parameter, Stored], config: Mapping[str, Any], device: torch.device
 ) -> Iterator[Part]:
-    """Give every parameter its shard of this rank, as DeepSpeed makes them; what has to be read into it.
-
-    DeepSpeed 0.19.8's zero.Init (runtime/zero/partition_parameters.py) makes a shard from a whole parameter: here one
-    without content and for a moment, on the device where shards lie.
-    """
-    import deepspeed
-
+    """Give every parameter its shard of this rank; what has to be read into it."""
     zero = config.get("zero_optimization", {})
-    offload = zero.get("offload_param", {}).get("device", "none")
-    if offload == "nvme":
+    if offload_of(config) == "nvme":
         raise NotDirect("its shards lie on NVMe")
     if zero.get("zero_quantized_weights") or zero.get("zero_quantized_nontrainable_weights"):
         raise NotDirect("its shards are quantized")
+    shard = sharder(config)
+    new: dict[torch.nn.Parameter, Any] = {}  # DeepSpeed gives parameters attributes of its own
+    for old in places:
+        new[old] = whole = torch.nn.Parameter(torch.empty_like(old, device=shards_on(config, device)))
+        shard(whole)  # without content, and whole for a moment only
+    replace(model, new)
+    for old, stored in places.items():
+        own, size = new[old].ds_tensor, new[old].ds_tensor.ds_numel
+        first, count = share(stored.numel, size, new[old].ds_zero_partition_rank)
+        if count:
+            yield Part(stored=stored, first=first, target=own.detach().view(-1)[:count])
+
+
+def sharder(config: Mapping[str, Any]) -> Callable[[torch.nn.Parameter], None]:
+    """What makes a whole parameter this rank's shard, as DeepSpeed 0.19.8's zero.Init does while it loads.
+
+    (runtime/zero/partition_parameters.py, _zero_init_param, whose broadcast from rank 0 is left out: the ranks agree.)
+    """
+    import deepspeed
+
     init = deepspeed.zero.Init(config_dict_or_path=dict(config))
     with init:  # linear layers find their weight again in the backward pass: see models.keep_no_gathered_weights
         pass
-    new = {}
-    for old in places:
-        new[old] = whole = torch.nn.Parameter(torch.empty_like(old, device="cpu" if offload == "cpu" else device))
-        init._convert_to_deepspeed_param(whole)
-        whole.partition()
-    _replace(model, new)
-    for old, stored in places.items():
-        shard, size = new[old].ds_tensor, new[old].ds_tensor.ds_numel
-        first, count = share(stored.numel, size, new[old].ds_zero_partition_rank)
-        if count:
-            yield Part(stored=stored, first=first, target=shard.detach().view(-1)[:count])
+
+    def shard(parameter: Any) -> None:
+        init._convert_to_deepspeed_param(parameter)
+        parameter.partition()
+
+    return shard
+
+
+def offload_of(config: Mapping[str, Any]) -> str:
+    """Where a ZeRO-3 configuration keeps shards between uses: none (the GPU), cpu or nvme."""
+    return str((config.get("zero_optimization", {}).get("offload_param") or {}).get("device", "none"))
+
+
+def shards_on(config: Mapping[str, Any], device: torch.device) -> torch.device:
+    """The device that a whole parameter is made on before it is sharded: where its shard will lie."""
+    return device if offload_of(config) == "none" else torch.device("cpu")
 
 
 def share(numel: int, size: int, rank: int) -> tuple[int, int]:

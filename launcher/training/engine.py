@@ -82,12 +82,12 @@ def make_engine(scorer: scoring.Scorer, plan: RunPlan) -> Any:
     engine, *_ = deepspeed.initialize(
         model=scorer, optimizer=optimizer, model_parameters=trainable, config=plan.deepspeed
     )
-    if torch.cuda.is_initialized():
-        # Flattening leaves holes as large as the weights, which micro-batches do not always fill again.
-        torch.cuda.empty_cache()
     language = backbone.language_of(scorer.core)
     if zero_stage(plan) < 3 and hasattr(language.layers[0], "fused"):
         layer.lay_together(language)
+    if torch.cuda.is_initialized():
+        # Weights that moved leave holes as large as they are, which micro-batches do not always fill again.
+        torch.cuda.empty_cache()
     return engine
 
 

@@ -122,7 +122,9 @@ class GradientWatch:
         self._counts[name] = self._counts[name] + count if name in self._counts else count
 
     def after_step(self, rank: Rank, sees: bool, loss: float) -> str | None:
-        """Check a step, in which this rank had images or not; a warning or None. Raises TrainingError for weights that should have got a gradient.
+        """Check a step; a warning or None. Raises TrainingError for weights that should have got a gradient.
+
+        `sees`: this rank had images in it.
 
         Collective until nothing waits any more. A step without any gradient (no usable row, a loss of 0) tells nothing.
         """

@@ -15,9 +15,9 @@ from safetensors import SafetensorError
 
 from launcher.errors import ConfigError, Problem
 from launcher.families import Family, family_of
-from launcher.hubs import local_folder, model_source
+from launcher.hubs import model_source, weights_folder
 from launcher.spec import RunPlan
-from launcher.training import direct, layouts, quantize
+from launcher.training import direct, layerwise, layouts, quantize
 
 TEXT_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of special_ids: what a model without a tower has
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -43,6 +43,8 @@ def load_model(
     model_class, tune = _model_class(plan), plan.config.tune
     family, dtype = family_of(plan.config.model, plan.arch), DTYPES[plan.precision]
     if plan.config.model.weights == "random":
+        if not quantized and (large := _large(plan, special_ids, device, partitioned=partitioned)) is not None:
+            return large
         with seeded(plan.config.train.seed, device), device:
             model = model_class._from_config(model_config(plan, special_ids), dtype=dtype)
         if quantized:
@@ -79,8 +81,8 @@ def load_model(
 
 def _read_direct(plan: RunPlan, model_class: Any, source: str, device: torch.device, *, partitioned: bool) -> Any:
     """The model with its weights where training needs them; None, the reason printed, where transformers must load."""
-    folder = Path(source) if Path(source).is_dir() else local_folder(source, "hf", "models")
-    local = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_SIZE", 1))
+    folder = weights_folder(plan.config.model)
+    local = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_SIZE", "1"))
     begun = time.monotonic()
     try:
         if folder is None:
@@ -103,6 +105,14 @@ def _read_direct(plan: RunPlan, model_class: Any, source: str, device: torch.dev
     return found.model
 
 
+def _large(plan: RunPlan, special_ids: dict[str, int], device: torch.device, *, partitioned: bool) -> Any:
+    """A model too large to be made whole, with random weights; None for a smaller one."""
+    model = direct.structure(_model_class(plan), model_config(plan, special_ids), DTYPES[plan.precision])
+    if sum(parameter.numel() for parameter in model.parameters()) <= layerwise.MOST_WHOLE:
+        return None
+    return layerwise.fill(model, device, seed=plan.config.train.seed, deepspeed=plan.deepspeed if partitioned else None)
+
+
 def _unusable(text: str) -> ConfigError:
     return ConfigError(Problem(text, tries=("model.path=FOLDER with all of its weight files", "model.weights=random")))
 
@@ -122,14 +132,21 @@ def _model_class(plan: RunPlan) -> Any:
 
 
 def mark_leaves(model: Any, family: Family) -> None:
-    """Have ZeRO-3 gather the family's sparse layers whole: which experts run, and when, differs between ranks.
+    """Have ZeRO-3 gather sparse and fused layers whole, before a forward and before a backward pass through them.
 
+    Which experts run, and when, differs between ranks. Fused layers (`launcher.training.fused`) read weights without
+    calling the modules that hold them. They are no leaves of DeepSpeed's, which reduces the gradients of a leaf when
+    its input's gradient is known: at once where the input needs none, before there are any.
     Before deepspeed.initialize. Raises ConfigError for a sparse layer that the family does not name.
     """
+    from deepspeed.runtime.zero import register_external_parameter
+    from deepspeed.utils import set_z3_leaf_modules
+
+    for module in model.modules():
+        for parameter in module.parameters() if hasattr(module, "fused") else ():
+            register_external_parameter(module, parameter)
     kinds = {type(module).__name__ for module in model.modules()}
     if family.leaves:
-        from deepspeed.utils import set_z3_leaf_modules
-
         set_z3_leaf_modules(model, list(family.leaves))
     elif sparse := sorted(kind for kind in kinds if "Experts" in kind or "Moe" in kind):
         text = f"the layers {', '.join(sparse)} hold experts, and family {family.model_type} names none for ZeRO-3"

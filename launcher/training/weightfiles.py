@@ -177,7 +177,7 @@ class _Reader(threading.Thread):
         file, at = part.stored.file, part.stored.start + part.first * part.stored.dtype.itemsize
         if file not in self._files:
             self._files[file] = os.open(file, os.O_RDONLY)
-        view = memoryview(into.view(torch.uint8).numpy())
+        view = memoryview(into.view(torch.uint8).numpy().data)
         done = 0
         while done < len(view):
             got = os.preadv(self._files[file], [view[done:]], at + done)

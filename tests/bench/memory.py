@@ -5,8 +5,9 @@
     python -m tests.bench.memory table FOLDER                  # or tests/bench/memory_measured_judge.jsonl
 
 Sets are those of tests.bench.memory_cases: constants of the planner for plain layers were fitted on `fit`, and judged
-on `judge` (one GPU) and `judge2` (two); `fused` and `fused2` are those of fused layers. Every case is a process (a rank, for two GPUs) of its own, so that one that dies of memory
-does not end the others. FOLDER holds measured.jsonl, records/ (one file a rank), logs/.
+on `judge` (one GPU) and `judge2` (two); `fused` and `fused2` are those of fused layers. Every case is a process (a
+rank, for two GPUs) of its own, so that one that dies of memory does not end the others. FOLDER holds measured.jsonl,
+records/ (one file a rank), logs/.
 
 `measure` with --device cpu tries the script with the tiny model in place of every other; nothing is counted there.
 """

@@ -260,6 +260,7 @@ def _words(job: Job, bench: Bench, folder: Path) -> list[str]:
     keys |= {"model": "local" if bench.small else MODEL, "model.path": bench.model, "run.dir": folder}
     keys |= {"dataset.train": bench.folder / "data" / f"{job.workload}.jsonl", "gpus": bench.gpus}
     keys |= {"batch.global_size": bench.groups, "train.max_steps": bench.steps, "train.seed": bench.seed}
-    keys |= {"optim.lr": bench.lr, "zero": "stage0" if bench.small else "stage2"}
+    keys |= {"optim.lr": bench.lr, "zero": "stage0" if bench.small else "stage1"}
     keys |= {"precision": "fp32" if bench.small else "bf16"}
-    return [*(f"{key}={value}" for key, value in keys.items()), *bench.words]
+    keys |= dict(word.split("=", 1) for word in bench.words)  # which may be other values of the keys above
+    return [f"{key}={value}" for key, value in keys.items()]

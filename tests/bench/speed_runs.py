@@ -15,16 +15,19 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from launcher.estimates import Load, TimeEstimate
+from launcher.planning import fitted
 from launcher.planning.config import read_config
 from launcher.planning.rates import rates_of
 from launcher.planning.setting import Setting
 from launcher.planning.shapes import read_shape
-from launcher.planning.speed import predict
+from launcher.planning.speed import PICTURES, predict
 from launcher.resources import ds_configs_dir
 from launcher.spec import RunConfig
 
 LORA = ("tune=lora", "tune.r=8")
 AGAIN, PLAIN = ("memory.gradient_checkpointing=all",), ("train.kernels=plain",)
+# What they took of a micro-batch, of a step, and of each patch, which one thread read while the GPU waited.
+MICRO_STEP_S, STEP_S, PICTURE_S = 0.039, 0.02, 1.5e-6
 RERANKER, SMALL = "model=qwen3_vl_reranker_8b", "model=qwen3_vl_4b"
 # Four rows of each workload of tests/bench/workloads.py, as `check data` counts them.
 LOADS = {
@@ -57,6 +60,8 @@ class Run:
     stage: str = "stage2"
     micro_steps: int = 1
     fit: bool = False
+    queries: int = 0  # of a step; 0: 4 a GPU
+    images: int = 0  # that passed through the tower, of those that rows share; 0: each row's own
 
 
 RUNS = (
@@ -74,6 +79,32 @@ RUNS = (
     Run("page, LoRA", "page", (RERANKER, *LORA), 3.24, gpus=2, stage="stage3", micro_steps=2, fit=True),
     Run("imgq, LoRA", "imgq", (RERANKER, *LORA), 2.62, gpus=2, stage="stage3"),
     Run("text, full, recomputed", "text", (RERANKER, "tune=full", *AGAIN), 2.05, gpus=2, stage="stage3", fit=True),
+)
+# Fused layers, cuDNN, ZeRO-1, LoRA: constants for them were fitted on these. The rows have 24 pages, so that a
+# micro-batch of more rows shows more of them again (`images`: as many as such rows show on average).
+CHAT = ("model=qwen3_vl_8b", *LORA, "task=sft", "loss=cross_entropy")
+FUSED_RUNS = tuple(
+    Run(
+        f"{workload}, {tokens:,} tokens, fused",
+        workload,
+        words,
+        step_s,
+        1,
+        "stage1",
+        micro_steps,
+        True,
+        queries,
+        images,
+    )
+    for workload, words, queries, tokens, micro_steps, images, step_s in (
+        ("text", (RERANKER, *LORA), 16, 8_192, 6, 0, 2.364),
+        ("text", (RERANKER, *LORA), 16, 16_384, 3, 0, 2.302),
+        ("text", (RERANKER, *LORA), 16, 32_768, 2, 0, 2.258),
+        ("page", (RERANKER, *LORA), 16, 17_408, 4, 50, 4.296),
+        ("page", (RERANKER, *LORA), 16, 34_000, 2, 37, 4.038),
+        ("chat", CHAT, 8, 16_384, 2, 0, 1.946),
+        ("chat", CHAT, 8, 32_768, 1, 0, 1.903),
+    )
 )
 
 
@@ -113,9 +144,23 @@ LOAD_COUNTS = ("tokens", "visual", "patches", "key_rows", "documents", "answers"
 
 
 def foretold(run: Run) -> TimeEstimate:
-    """What the planner says of a run."""
+    """What the planner says of a run, with what the engine and the data path of then took more."""
     setting = setting_of((*run.words, *PLAIN), gpus=run.gpus, stage=run.stage)
-    return predict(setting, times(LOADS[run.workload], run.gpus), run.micro_steps, rates_of("h200"))
+    load = LOADS[run.workload]
+    found = predict(setting, times(load, run.gpus), run.micro_steps, rates_of("h200"))
+    more = run.micro_steps * (MICRO_STEP_S - fitted.MICRO_STEP_S) + STEP_S - fitted.STEP_S + load.patches * PICTURE_S
+    parts = {name: seconds for name, seconds in found.parts.items() if name != PICTURES}
+    return replace(found, step_s=sum(parts.values()) + more)
+
+
+def foretold_fused(run: Run) -> TimeEstimate:
+    """The same of a run with fused layers on one GPU."""
+    setting = replace(setting_of(run.words, stage=run.stage, queries=run.queries), attention="cudnn")
+    load = times(LOADS[run.workload], run.queries / 4)
+    if run.images:
+        each = LOADS["imgq"].patches // 4
+        load = replace(load, patches=run.images * each, patch_pairs=float(run.images * each**2))
+    return predict(setting, load, run.micro_steps, rates_of("h200"))
 
 
 def main() -> None:
@@ -123,13 +168,14 @@ def main() -> None:
     errors: dict[bool, list[float]] = {True: [], False: []}
     print("| run | GPUs | ZeRO | foretold, s | measured, s | difference | used for the fit | bound |")
     print("|---|---|---|---|---|---|---|---|")
-    for run in RUNS:
-        found = foretold(run)
+    for run in (*RUNS, *FUSED_RUNS):
+        found = foretold_fused(run) if run in FUSED_RUNS else foretold(run)
         error = found.step_s / run.step_s - 1
-        errors[run.fit].append(abs(error))
+        if run not in FUSED_RUNS:  # all of them were used
+            errors[run.fit].append(abs(error))
         cells = (run.name, run.gpus, run.stage[-1], f"{found.step_s:.2f}", f"{run.step_s:.2f}", f"{100 * error:+.1f} %")
         print(f"| {' | '.join(map(str, cells))} | {'yes' if run.fit else ''} | {found.bound} |")
-    for fit, said in ((True, "used for the fit"), (False, "others")):
+    for fit, said in ((True, "plain layers, used for the fit"), (False, "plain layers, others")):
         print(f"{said}: {100 * fmean(errors[fit]):.1f} % on average, {100 * max(errors[fit]):.1f} % at most")
 
 

@@ -6,9 +6,9 @@ Both train LoRA (r 8) on the same chats, one a rank, from the same weight files.
 safetensors; a tokenizer is put into it when it has none. A cold start is one after the page cache has given up the
 files of the model and of Python's packages. The two take turns.
 
-Physics: an interpreter that imports torch, transformers, peft and deepspeed takes `import s` below; the peer pays that
-of torch and deepspeed three times in a row (`deepspeed`, its node launcher, each rank), we once. So 5x needs weights and
-the first step to be small against imports; the stage table shows what is left.
+Physics: an interpreter that imports torch, transformers, peft and deepspeed takes `import s` below. The peer pays the
+part of torch and deepspeed three times in a row (`deepspeed`, its node launcher, each rank), we once, and less of it.
+So 5x needs weights and the first step to be small against imports; the stage table shows what is left.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ FIRST_LINE = Path(__file__).with_name("at_start")
 LIMIT_S = 600.0
 IMPORTS = "import torch, deepspeed, peft; from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration"
 OURS = (
-    "task=sft loss=cross_entropy dataset=jsonl tune=lora tune.r=8 train.max_steps=1 optim.warmup_steps=0 "
-    "eval.every_steps=null eval.at_start=false checkpoint.every_epoch=false checkpoint.at_end=false "
-    "checkpoint.export=false"
-).split()
+    *("task=sft", "loss=cross_entropy", "dataset=jsonl", "tune=lora", "tune.r=8"),
+    *("train.max_steps=1", "optim.warmup_steps=0", "eval.every_steps=null", "eval.at_start=false"),
+    *("checkpoint.every_epoch=false", "checkpoint.at_end=false", "checkpoint.export=false"),
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,16 @@ def peer(options: argparse.Namespace, folder: Path) -> Start:
     marks = folder / "marks.jsonl"
     program = Path(sys.executable).with_name("deepspeed")
     head = [str(program)] if program.exists() else [sys.executable, "-m", "deepspeed.launcher.runner"]
-    argv = [*head, "--num_gpus", str(options.gpus), str(PEER), options.model, str(options.rows), str(marks), options.zero]
+    argv = [
+        *head,
+        "--num_gpus",
+        str(options.gpus),
+        str(PEER),
+        options.model,
+        str(options.rows),
+        str(marks),
+        options.zero,
+    ]
     begun = _run(argv, folder, {})
     return Start({line["stage"]: line["time"] - begun for line in _lines(marks)})
 

@@ -1,4 +1,4 @@
-"""What people write with transformers, peft and DeepSpeed: `deepspeed tests/bench/start_up_peer.py MODEL ROWS OUT zero2`.
+"""What people write with transformers, peft and DeepSpeed: `deepspeed start_up_peer.py MODEL ROWS OUT zero2`.
 
 One optimizer step of LoRA on one chat a rank; rank 0 appends a line of JSON to OUT when it has come to each stage.
 """
@@ -59,7 +59,7 @@ with open(args.rows, encoding="utf-8") as file:
 mark("process group, tokenizer, rows")
 kind = AutoModelForImageTextToText if hasattr(AutoConfig.from_pretrained(args.model), "vision_config") else None
 if kind is None:
-    from transformers import AutoModelForCausalLM as kind  # noqa: N813
+    from transformers import AutoModelForCausalLM as kind
 # Straight to the GPU is the faster of what it offers; under ZeRO-3 transformers refuses a device.
 place = {"device_map": {"": args.local_rank}} if on_gpu and stage != 3 else {}
 model = kind.from_pretrained(args.model, dtype=torch.bfloat16, **place)

@@ -15,6 +15,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from PIL import Image
 from launcher.training.bpe import build_tokenizer
 
 ROWS = 64
-PAGES = 24
+PER_ROW = 4  # pages; no two rows share one, or a step would see fewer than it has
 WIDTH, HEIGHT = 896, 1152
 WORDS = [
     "the", "and", "that", "query", "document", "red", "green", "blue",
@@ -41,7 +42,7 @@ Text = Callable[[int], str]  # number of tokens -> a text of so many
 def write_workloads(folder: Path, rows: int = ROWS, seed: int = 0) -> dict[str, Path]:
     """Name -> file of each workload; pages lie in FOLDER/pages. The same arguments give the same bytes."""
     folder.mkdir(parents=True, exist_ok=True)
-    pages = _write_pages(folder / "pages", seed)
+    pages = _write_pages(folder / "pages", PER_ROW * rows, seed)
     found = {}
     for name, make in {"text": text_rows, "page": page_rows, "imgq": imgq_rows, "chat": chat_rows}.items():
         rng = random.Random(f"{seed} {name}")
@@ -60,15 +61,15 @@ def text_rows(count: int, rng: random.Random, text: Text, pages: list[str]) -> I
 
 
 def page_rows(count: int, rng: random.Random, text: Text, pages: list[str]) -> Iterator[Row]:
-    """Four different pages."""
-    for _ in range(count):
-        yield _row(text(20), [{"image": page} for page in rng.sample(pages, 4)])
+    """Four pages that no other row has."""
+    for row in range(count):
+        yield _row(text(20), [{"image": page} for page in pages[PER_ROW * row : PER_ROW * (row + 1)]])
 
 
 def imgq_rows(count: int, rng: random.Random, text: Text, pages: list[str]) -> Iterator[Row]:
-    """A page as the query."""
-    for _ in range(count):
-        yield _row({"image": rng.choice(pages)}, [text(100) for _ in range(8)])
+    """A page that no other row has as the query."""
+    for row in range(count):
+        yield _row({"image": pages[row]}, [text(100) for _ in range(8)])
 
 
 def chat_rows(count: int, rng: random.Random, text: Text, pages: list[str]) -> Iterator[Row]:
@@ -101,17 +102,17 @@ def _texts(rng: random.Random) -> Text:
     return text
 
 
-def _write_pages(folder: Path, seed: int) -> list[str]:
-    """Pictures of blurred noise: never blank, and a PNG of a usual size. Names are relative to the rows' file."""
+def _write_pages(folder: Path, count: int, seed: int) -> list[str]:
+    """Pictures of blurred noise, JPEG as most scans are: never blank. Names are relative to the rows' file."""
     folder.mkdir(exist_ok=True)
-    generator = np.random.default_rng(seed)
-    names = []
-    for number in range(PAGES):
-        coarse = generator.integers(0, 256, (HEIGHT // 32, WIDTH // 32, 3), dtype=np.uint8)
-        page = Image.fromarray(coarse).resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC)
-        page.save(folder / f"{number:02}.png", compress_level=1)
-        names.append(f"{folder.name}/{number:02}.png")
-    return names
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda number: _page(seed, number).save(folder / f"{number:03}.jpg", quality=90), range(count)))
+    return [f"{folder.name}/{number:03}.jpg" for number in range(count)]
+
+
+def _page(seed: int, number: int) -> Image.Image:
+    coarse = np.random.default_rng((seed, number)).integers(0, 256, (HEIGHT // 32, WIDTH // 32, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ from tests.tiny import in_family, tiny_arch, tiny_plan
 ALL = [one for groups in GROUPS.values() for one in groups]
 TEXT_ONE_SIDE = GROUPS["text"] + GROUPS["image documents"]  # in a step of two, one rank sees no image
 LORA = {"name": "lora", "language": "lora", "vision": "frozen", "projector": "frozen", "lora_alpha": 16.0}
+FUSED = {"train": {"kernels": "fused"}}  # under ZeRO; the plain loop that they are held to has transformers' layers
 STEPS = [[0, 1, 2, 3, 4, 5, 6, 7][:n] for n in (8, 5, 1)]  # the last: fewer groups than ranks
 
 SCORED = 5  # groups of the case "lora" that are scored after training: two ranks have other numbers of them (Z12)
@@ -58,7 +59,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     # yes and no as answers; the head is the embeddings, which train
     "answers, small micro-batches": ({"task": {"name": "sft"}, "loss": {"name": "cross_entropy"}}, 300),
     "lora": ({"tune": LORA}, 300),
-    "lora, recomputed": ({"tune": LORA, "recompute": True}, 300),  # Z07
+    "lora, recomputed": ({"tune": LORA, "recompute": True, **FUSED}, 300),  # Z07
     "lora, weights from files": ({"tune": LORA, "files": True}, 300),  # Z10: sharded while they load, in stage 3
     "bf16": ({"bf16": True}, 300),
     "head and projector": (
@@ -72,14 +73,14 @@ FAMILY_CASES: dict[str, tuple[dict[str, Any], int]] = {
     "experts": ({"family": "qwen3_vl_moe"}, 300),
     "experts, recomputed": ({"family": "qwen3_vl_moe", "recompute": True}, 300),
     "linear attention, shared expert, lora": ({"family": "qwen3_5_moe", "tune": LORA}, 900),
-    "text only": ({"family": "qwen3"}, 300),
+    "text only": ({"family": "qwen3", **FUSED}, 300),
 }
 
 # Text, images and videos in any arrangement over two ranks, the tower trained or frozen (Z01, Z02, Z03, Z04).
 MODALITIES = {"train": "modalities", "video": {"fps": 1.0, "min_frames": 2}}
 MODALITY_CASES: dict[str, tuple[dict[str, Any], int]] = {
     "modalities": ({"dataset": MODALITIES}, 8192),
-    "modalities, frozen tower": ({"dataset": MODALITIES, "tune": LORA}, 8192),
+    "modalities, frozen tower": ({"dataset": MODALITIES, "tune": LORA, **FUSED}, 8192),
 }
 # Numbers of `_modalities`. Each rank has one group, rank 0 the longer one: image | text, text | video, text | text,
 # image and video | image.

@@ -12,9 +12,11 @@ from launcher.planning.shapes import Linears, Shape
 from launcher.planning.tape import operations as op
 from launcher.planning.tape.decoder import Packing, packed_attention
 from launcher.planning.tape.joined import Held, Joined
-from launcher.planning.tape.operations import FLOAT
+from launcher.planning.tape.operations import FLOAT, ONE
 from launcher.planning.tape.parts import Tuned
 from launcher.planning.tape.recorder import Form, Tape, Value
+
+SUMS = 128  # rows of sums that the gradient of a norm's weight is made of, at most (kernels_weights.MOST_SUMS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,8 +92,7 @@ def _before(x: Value, s: Sizes) -> list[Value]:
         b = s.qkv.low(tape)
         dqkv = tape.new(rows, s.qkv.outer + s.qkv.spare, s.width)
         if s.head_norms and s.trains:
-            for columns in (s.queries, s.keys):
-                _head_norm_gradient(tape, rows, columns, s)
+            _head_norm_gradient(tape, rows, s)
         dx, *_held = _through_norm(tape, rows, s.qkv, s, 0, wanted=wanted)
         del b, dqkv
         return [dx]
@@ -166,7 +167,7 @@ def _through_norm(tape: Tape, rows: Form, j: Joined, s: Sizes, spare: int, *, wa
         return [None, *found]
     back = j.backward_input(tape, rows)
     if s.trains:
-        _norm_gradient(tape, rows, s)
+        _norm_gradient(tape, s)
         found += j.weights(tape, s.hidden)
     dx = tape.new(rows, s.hidden + spare, s.width)
     del back, g, normed
@@ -179,36 +180,11 @@ def _scaled(tape: Tape, rows: Form, j: Joined) -> Held:
     return [wide if j.width == FLOAT else tape.new(rows, j.rank, j.width)]
 
 
-def _wide(tape: Tape, rows: Form, columns: int, width: int) -> Held:
-    """A copy in float32 of what is not."""
-    return [] if width == FLOAT else [tape.new(rows, columns, FLOAT)]
+def _norm_gradient(tape: Tape, s: Sizes) -> None:
+    """launcher.training.fused.kernels_weights.norm_weight_gradient: sums of blocks of rows, few of them."""
+    tape.new(ONE, SUMS * s.hidden, FLOAT)
 
 
-def _norm_gradient(tape: Tape, rows: Form, s: Sizes) -> None:
-    """launcher.training.fused.ops.norm_weight_gradient."""
-    wide = _wide(tape, rows, s.hidden, s.width) + _wide(tape, rows, s.hidden, s.width)
-    product = tape.new(rows, s.hidden, FLOAT)
-    wide.clear()
-    tape.new(rows, s.hidden, FLOAT)
-    del product
-
-
-def _head_norm_gradient(tape: Tape, rows: Form, columns: int, s: Sizes) -> None:
-    """launcher.training.fused.ops.head_norm_weight_gradient: turned back in float32, then by the normed inputs."""
-    width = s.width
-    wide = [*_wide(tape, rows, columns, width), tape.new(rows, s.head, width)]  # and -sin
-    straight = tape.new(rows, columns, FLOAT)
-    tape.new(rows, columns // 2, FLOAT)  # a half, negated
-    joined = tape.new(rows, columns, FLOAT)
-    crossed = tape.new(rows, columns, FLOAT)
-    del joined
-    slope = tape.new(rows, columns, FLOAT)
-    del straight, crossed
-    wide.clear()
-    squares = _wide(tape, rows, columns, width) + [tape.new(rows, columns, FLOAT)]
-    squares.clear()
-    raw = _wide(tape, rows, columns, width)
-    product = tape.new(rows, columns, FLOAT)
-    raw.clear()
-    tape.new(rows, columns, FLOAT)
-    del slope, product
+def _head_norm_gradient(tape: Tape, rows: Form, s: Sizes) -> None:
+    """launcher.training.fused.kernels_weights.head_norm_weight_gradient: sums of blocks of 16 rows."""
+    tape.new(rows, max(s.head // 16, 1), FLOAT)

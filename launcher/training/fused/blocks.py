@@ -79,7 +79,9 @@ class _Before(torch.autograd.Function):
         dqkv = ops.rotate_backward(dq, dk, dv, qkv, low, layer.head_norms(), cos, sin, spare=layer.qkv.spare)
         of_heads = _head_norm_gradients(layer, dq, dk, qkv, low, cos, sin)
         wanted = residual if ctx.needs_input_grad[1] else None
-        dx, of_norm, *rest = _through_norm(layer.qkv, layer.before, dqkv, h, (x, rstd), wanted)
+        # What comes before is most often another layer, whose last product takes its adapters along.
+        spare = layer.down.spare
+        dx, of_norm, *rest = _through_norm(layer.qkv, layer.before, dqkv, h, (x, rstd), wanted, spare=spare)
         return None, dx, None, None, of_norm, *of_heads, *rest
 
 

@@ -14,8 +14,8 @@ from launcher.training.fused.ops import Low, new_rows
 Norms = tuple[Tensor, Tensor, float]
 
 # Columns are heads here: those of one program share what is read of cos and sin, and of h.
-FORWARD, FORWARD_LOW = Tile(16, 8, 4), Tile(32, 8, 4)
-BACKWARD, BACKWARD_LOW = Tile(16, 8, 4), Tile(32, 8, 4)
+FORWARD, FORWARD_LOW = Tile(16, 8, 4), Tile(16, 8, 4)
+BACKWARD, BACKWARD_LOW = Tile(16, 8, 4), Tile(16, 8, 4)
 
 
 def rotate(

@@ -14,7 +14,7 @@ from launcher.training.fused.kernels_common import Tile, dot, load, load_b, low_
 from launcher.training.fused.ops import Low, new_rows
 
 FORWARD, FORWARD_LOW = Tile(4, 512, 4), Tile(64, 64, 8, 8)
-BACKWARD, BACKWARD_LOW = Tile(4, 512, 8), Tile(64, 64, 8, 8)
+BACKWARD, BACKWARD_LOW = Tile(4, 512, 8), Tile(32, 64, 8, 8)
 
 
 def swiglu(gate_up: Tensor, low: Low | None, *, spare: int = 0) -> Tensor:

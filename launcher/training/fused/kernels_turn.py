@@ -41,6 +41,7 @@ def rotate_kernel(  # type: ignore[no-untyped-def]
     RANKS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    """A program: some rows of heads of queries, of keys or, with a product of low rank, of values."""
     across: tl.constexpr = (QUERIES + (2 * KEYS if RANK > 0 else KEYS)) // GROUP
     first = tl.program_id(0) // across * ROWS
     head = tl.program_id(0) % across * GROUP
@@ -173,6 +174,7 @@ def rotate_backward_kernel(  # type: ignore[no-untyped-def]
     RANKS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    """A program: some rows of heads of queries, of keys or of values."""
     across: tl.constexpr = (QUERIES + 2 * KEYS) // GROUP
     first = tl.program_id(0) // across * ROWS
     head = tl.program_id(0) % across * GROUP

@@ -100,8 +100,7 @@ def run_layers(language: Any, x: Tensor, positions: Tensor, packed: Any, rows: T
 
     Layers are called as modules: ZeRO-3 gathers weights where one is called.
     """
-    with torch.no_grad():
-        refresh(_joined_of(language))
+    refresh(_joined_of(language))
     cos, sin = (t[0] for t in language.rotary_emb(x[None], positions))
     deep = seen.features if seen is not None else []
     early = len(deep) < len(language.layers)  # nothing is added after the last layer

@@ -136,12 +136,16 @@ def swiglu_backward(dact: Tensor, gate_up: Tensor, low: Low | None) -> tuple[Ten
 
 
 def norm_weight_gradient(dy: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
-    """Gradient of an RMSNorm's weight, [H] float32; for norms that train, which few runs have."""
+    """Gradient of an RMSNorm's weight, [H] float32, from that of its result."""
+    if x.is_cuda:
+        return _kernels().norm_weight_gradient(dy, x, rstd)
     return (_wide(dy) * _wide(x) * rstd[:, None]).sum(dim=0)
 
 
 def head_norm_weight_gradient(dturned: Tensor, raw: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """Gradient of the weight of a norm by head, [d]; `dturned` and `raw` [T, heads, d]."""
+    """Gradient of the weight of a norm by head, [d] float32; `dturned` and `raw` [T, heads, d]."""
+    if raw.is_cuda:
+        return _kernels().head_norm_weight_gradient(dturned, raw, cos, sin, eps)
     slope = _turn(_wide(dturned), cos, -sin)
     rstd = _wide(raw).square().mean(dim=-1, keepdim=True).add(eps).rsqrt()
     return (slope * _wide(raw) * rstd).sum(dim=(0, 1))

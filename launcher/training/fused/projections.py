@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,16 @@ def _is_linear(module: Any) -> bool:
     return type(module) is nn.Linear or type(module).__name__ == "Linear4bit"
 
 
+class Place(NamedTuple):
+    """Where an adapter's copies lie, beside weights that lie together."""
+
+    a: Tensor
+    of_a: Tensor  # the copy
+    b: Tensor
+    of_b: Tensor  # the copy, times the scale
+    scale: float
+
+
 class Joined:
     """Projections of the same input."""
 
@@ -86,6 +96,7 @@ class Joined:
         self.rank_ends = [0, *accumulate(0 if m.down is None else int(m.down.out_features) for m in members)]
         self.rank = -(-self.rank_ends[-1] // RANKS) * RANKS
         self.together: Tensor | None = None  # [D + R, K + R], once `lay_together` was called
+        self.places: list[Place] = []  # of adapters there
 
     @property
     def spare(self) -> int:
@@ -112,16 +123,11 @@ class Joined:
             place.copy_(weight.data)
             weight.data = place
         self.together = together
-
-    def places(self) -> Iterable[tuple[Tensor, Tensor, Tensor, Tensor, float]]:
-        """(A, its place, B, its place, scale) of each adapter, of weights that lie together."""
-        if self.together is None:
-            return
-        of_a, of_b = self.together[self.outputs :, : self.inputs], self.together[: self.outputs, self.inputs :]
+        of_a, of_b = together[self.outputs :, : self.inputs], together[: self.outputs, self.inputs :]
         for i, m in enumerate(self.members):
             if m.down is not None:
                 rows = of_a[self.rank_ends[i] : self.rank_ends[i + 1]]
-                yield m.down.weight.detach(), rows, m.up.weight.detach(), self._block(of_b, i), m.scale
+                self.places.append(Place(m.down.weight, rows, m.up.weight, self._block(of_b, i), m.scale))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Low | None, Tensor | None]:
         """(x [T, K] times the weights, plus biases [T, D], what adapters add and is not added yet, x A' [T, R]).
@@ -169,14 +175,20 @@ class Joined:
     def gradients(self, dy: Tensor, h: Tensor | None, da: Tensor | None, x: Tensor | None) -> list[Tensor | None]:
         """Gradients in the order of `parameters`, None for what does not train.
 
-        dy [T, D], h [T, R] = x A', da [R, K] the gradient of the stacked A; x [T, K] only where weights train.
+        dy [T, D], h [T, R] = x A', da [R, K] the gradient of the stacked A; x [T, K] only where weights train. Those of
+        weights that all train are parts of one tensor.
         """
         db = None if h is None else torch.mm(dy.T, h)
+        together = all(member.base.weight.requires_grad for member in self.members)
+        dw = torch.mm(dy.T, x) if together and x is not None else None
         found: list[Tensor | None] = []
         for i, member in enumerate(self.members):
             begin, end = self.ends[i], self.ends[i + 1]
             weight, bias, a, b = member.parameters()
-            found.append(None if weight is None or x is None else torch.mm(dy[:, begin:end].T, x))
+            if dw is not None:
+                found.append(dw[begin:end])
+            else:
+                found.append(None if weight is None or x is None else torch.mm(dy[:, begin:end].T, x))
             found.append(None if bias is None else dy[:, begin:end].sum(dim=0))
             found.append(None if a is None or da is None else da[self.rank_ends[i] : self.rank_ends[i + 1]])
             found.append(None if b is None or db is None else self._block(db, i) * member.scale)
@@ -242,9 +254,10 @@ def _widened(x: Tensor, more: Tensor) -> Tensor:
 
 def refresh(together: Iterable[Joined]) -> None:
     """Copy adapters beside the weights they belong to: optimizers change them, one after another, in place."""
-    found = [place for joined in together for place in joined.places()]
+    found = [place for joined in together for place in joined.places]
     if not found:
         return
     a, of_a, b, of_b, scales = (list(column) for column in zip(*found, strict=True))
-    torch._foreach_copy_(of_a, a)
-    torch._foreach_copy_(of_b, torch._foreach_mul(b, scales))
+    with torch.no_grad():
+        torch._foreach_copy_(of_a, a)
+        torch._foreach_copy_(of_b, torch._foreach_mul(b, scales))
