@@ -1,4 +1,7 @@
-"""Whether a run's decoder layers are computed by the fused functions. Standard library only: planner and ranks ask."""
+"""Whether a run's decoder layers are computed by the fused functions, and how these join adapters.
+
+Standard library only: planner and ranks ask.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,13 @@ from launcher.families import Family
 from launcher.spec import RunConfig
 
 FAMILIES = ("qwen3_vl", "qwen3", "qwen2_5_vl", "qwen2")  # whose layers are of the one shape that they compute
+
+INLINE_RANKS = 64  # joined: up to so many are added inside elementwise kernels, more by a product of their own
+
+
+def padded_rank(ranks: int) -> int:
+    """Of adapters joined, padded to whole 16s: the least that a tensor core multiplies."""
+    return -(-ranks // 16) * 16
 
 
 def fused_layers(config: RunConfig, family: Family, device: str) -> tuple[bool, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher.training import attention_packages, attention_ways
+from launcher.training import attention, attention_packages, attention_ways
 from launcher.training.attention import KERNELS, Layout, choose_kernel, make_layout, packed_attention, padded_attention
 from launcher.training.attention_cudnn import bound
 from tests.attention_parts import PlainPart
@@ -144,6 +144,15 @@ def test_a_kernel_that_cannot_run_here_is_refused() -> None:
     assert choose_kernel("auto", cpu, torch.float32)[0] == "reference"
     with pytest.raises(ValueError, match="needs a GPU"):
         choose_kernel("flash_attention_2", cpu, torch.bfloat16)
+
+
+def test_auto_takes_what_the_gpu_and_the_run_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert attention._fastest(7)[0] == "sdpa"  # flash kernels refuse it
+    assert attention._fastest(8)[0] == attention._fastest(10)[0] == "varlen"
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert attention._fastest(9) == (
+        "varlen", "PyTorch's own flash kernel gives the same numbers every time: train.deterministic=true"
+    )  # fmt: skip
 
 
 def test_a_kernel_that_is_not_installed_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,7 @@ def test_shards_of_all_ranks_are_the_whole(world: int, tmp_path: Path, monkeypat
             size = -(-parameter.numel() // world)
             parameter.ds_tensor = torch.zeros(size)
             parameter.ds_tensor.ds_numel = size
-            parameter.ds_zero_partition_rank = rank
+            parameter.ds_zero_partition_rank, parameter.ds_secondary_tensor = rank, None
 
         monkeypatch.setattr(direct, "sharder", lambda config, shard=shard: shard)
         found = direct.load_direct(kind, tmp_path / "m", torch.float32, CPU, deepspeed={"zero_optimization": {}})
@@ -147,11 +147,17 @@ def test_the_ranks_of_a_host_bring_every_byte_into_memory_once(tmp_path: Path) -
     ahead.read(shares[0])
     assert ahead.read(shares[0]) == 0  # all of it is there
     assert ahead.read([(tmp_path / "gone", 0)]) == 0
-    model = family_plan(tmp_path, "qwen3").config.model
-    assert ahead.start_reading(model, 0, 1) is None
-    thread = ahead.start_reading(replace(model, path=str(tmp_path), weights="pretrained"), 0, 1)
+    plan = family_plan(tmp_path, "qwen3")
+    assert ahead.start_reading(plan, 0, 1) is None
+    local = replace(plan.config.model, path=str(tmp_path), weights="pretrained")
+    plan = replace(plan, config=replace(plan.config, model=local), hosts=plan.hosts * 2)
+    thread = ahead.start_reading(plan, 0, 1)
     assert thread is not None
     thread.join()
+    sharded = replace(plan, deepspeed={"zero_optimization": {"stage": 3}})
+    assert ahead.start_reading(sharded, 0, 1) is None  # each host reads its shards and no more
+    (tmp_path / "lost.safetensors").symlink_to(tmp_path / "gone")
+    assert ahead.start_reading(plan, 0, 1) is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -248,7 +248,8 @@ def test_torch_writes_a_trace_and_a_table_of_the_chosen_rank(outcomes: Path) -> 
     trace = json.loads(gzip.decompress((run.path / event["paths"][0]).read_bytes()))["traceEvents"]
     names = [entry.get("name") for entry in trace if entry.get("cat") == "user_annotation"]
     assert [names.count(f"step {step}") for step in (1, 2, 3)] == [0, 0, 1]
-    assert [names.count(part) for part in PARTS] == [1, 2, 2, 1]  # two micro-batches
+    # Two micro-batches: the step is waited for, each of them, and the end.
+    assert [names.count(part) for part in PARTS] == [4, 2, 2, 1]
     assert "aten::mm" in (run.path / event["paths"][1]).read_text()
 
 

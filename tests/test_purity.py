@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from launcher.training.functions import load_function
 from launcher.training.spared import spare_imports
 from tests.tiny import tiny_plan
 
@@ -130,6 +132,17 @@ def test_ranks_import_nothing_merely_because_it_is_there(
     modules: dict[str, Any] = {"torch": 1}
     spare_imports(tiny_plan(tmp_path, **config), modules)
     assert {name for name, module in modules.items() if module is None} == spared
+
+
+def test_a_users_function_may_import_what_ranks_spare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in (("mlflow", "LOSS = 3\n"), ("my_loss", "import mlflow\n\n\ndef f():\n    return mlflow.LOSS\n")):
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)  # and is as it was once the test is over
+    monkeypatch.syspath_prepend(str(tmp_path))
+    spare_imports(tiny_plan(tmp_path))
+    with pytest.raises(ImportError):
+        importlib.import_module("mlflow")
+    assert load_function("my_loss:f", "loss.function")() == 3
 
 
 def test_nothing_is_read_in_a_form_that_can_run_code() -> None:

@@ -97,7 +97,7 @@ def test_the_project_asks_for_all_that_its_code_imports() -> None:
         "pynvml": "nvidia-ml-py",
         "yaml": "pyyaml",
     }
-    optional = {"flash_attn", "flash_attn_interface", "modelscope"}
+    optional = {"cudnn", "flash_attn", "flash_attn_interface", "modelscope", "triton"}  # the last comes with torch
     imported = {module.split(".")[0] for file in (REPO / "launcher").rglob("*.py") for module in imports(file)}
     foreign = imported - set(sys.stdlib_module_names) - optional - {"launcher", "__future__"}
     assert {names.get(name, name) for name in foreign} <= {canonicalize_name(r.name) for r in project_requirements()}

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from launcher.arithmetic import gathers_keys
 from launcher.estimates import Load
+from launcher.kernels import INLINE_RANKS
 from launcher.planning.groups import Group, groups
 from launcher.planning.passes import Passes, reaches_input, reaches_language
 from launcher.planning.setting import Setting
 from launcher.planning.shapes import Shape
 from launcher.spec import TuneConfig
 
-INLINE_RANKS = 64  # more ranks are added by a product of their own (launcher.training.fused.projections)
 # Bytes per value of each kernel: what it reads and writes.
 RMS_NORM, ADD_NORM, ADD, NORM_BACKWARD = 4, 8, 6, 8  # of the hidden size
 SWIGLU, SWIGLU_BACKWARD = 6, 12  # of the MLP's inner size: two halves read, one written; half of it again, and both

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from launcher.kernels import padded_rank
 from launcher.planning.models import lora_modules
 from launcher.planning.shapes import Shape
 from launcher.spec import TuneConfig
 
-RANKS = 16  # joined ranks are padded to a multiple of this (launcher.training.fused.projections)
 MEMBERS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "out": ("self_attn.o_proj",),
@@ -52,6 +52,6 @@ def _layer(shape: Shape, r: int, adapted: set[str], number: int) -> dict[str, Gr
         found[name] = Group(
             inner=linears[members[0]][0],
             outer=sum(linears[member][1] for member in members),
-            rank=-(-ranks // RANKS) * RANKS,
+            rank=padded_rank(ranks),
         )
     return found

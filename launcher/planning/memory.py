@@ -18,9 +18,7 @@ from launcher.planning.states import Parts, States, plus, states
 from launcher.spec import RunPlan
 
 MIB = 2**20
-TABLES = (
-    128 * MIB
-)  # at most, of pictures' sizes: what a frozen vision tower keeps of them (launcher.training.vision_tables)
+TABLES = 128 * MIB  # at most: what a frozen vision tower keeps of pictures' sizes (launcher.training.vision_tables)
 GROWS = "working memory"  # launcher.estimates.grows_with_tokens knows this name, and "activations"
 
 

@@ -10,7 +10,7 @@ from launcher.planning.gpus import kind_of
 from launcher.planning.shapes import Shape
 from launcher.spec import RunConfig
 
-HOPPER = 9  # compute capability
+AMPERE, HOPPER = 8, 9  # compute capabilities
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,5 +63,7 @@ def kernel_of(setting: Setting) -> str:
     if kernel != "auto" or setting.device == "cpu":
         return kernel
     kind = kind_of(setting.gpu_kind) if setting.gpu_kind is not None else None
-    hopper = kind is not None and kind.capability[0] == HOPPER
-    return "sdpa" if setting.precision == "fp32" else "cudnn" if hopper else "varlen"
+    generation = AMPERE if kind is None else kind.capability[0]
+    if setting.precision == "fp32" or generation < AMPERE:
+        return "sdpa"
+    return "cudnn" if generation == HOPPER and not setting.config.train.deterministic else "varlen"

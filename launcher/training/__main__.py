@@ -90,7 +90,7 @@ def _train(plan: RunPlan) -> NoReturn:
     nsys.die_with_guard()
     code = ExitCode.OK
     pause_collection()
-    start_reading(plan.config.model, int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_SIZE", "1")))
+    start_reading(plan, int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_SIZE", "1")))
     try:
         from launcher.training.loop import train  # torch comes with it
 

@@ -12,21 +12,33 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from launcher.hubs import weights_folder
-from launcher.spec import ModelConfig
+from launcher.spec import RunPlan
 
 CHUNK = 16 * 2**20
 SPARE = 1.5  # free memory for every byte: the cache must not push out what others need
 
 
-def start_reading(model: ModelConfig, rank: int, ranks: int) -> threading.Thread | None:
-    """Begin to read this rank's part of a pretrained model's files; None when there is nothing to do."""
-    folder = weights_folder(model) if model.weights == "pretrained" else None
-    files = sorted(folder.glob("*.safetensors")) if folder is not None else []
-    if not files or sum(file.stat().st_size for file in files) * SPARE > free_bytes():
+def start_reading(plan: RunPlan, rank: int, ranks: int) -> threading.Thread | None:
+    """Begin to read a pretrained model's files, the part of `rank` of a host's `ranks`; None when there is nothing to
+    do."""
+    model = plan.config.model
+    folder = weights_folder(model) if model.weights == "pretrained" and _all_is_needed(plan) else None
+    try:
+        files = sorted(folder.glob("*.safetensors")) if folder is not None else []
+        wanted = list(chunks(files, rank, ranks))
+        if not wanted or sum(file.stat().st_size for file in files) * SPARE > free_bytes():
+            return None
+    except OSError:  # a link to nothing in a hub's cache: told when the weights are loaded
         return None
-    thread = threading.Thread(target=read, args=(list(chunks(files, rank, ranks)),), daemon=True, name="ahead")
+    thread = threading.Thread(target=read, args=(wanted,), daemon=True, name="ahead")
     thread.start()
     return thread
+
+
+def _all_is_needed(plan: RunPlan) -> bool:
+    """Whether a host needs every byte: of shards over several hosts it needs its own, and hosts may share a disk."""
+    zero = plan.deepspeed.get("zero_optimization", {})
+    return len(plan.hosts) == 1 or zero.get("stage") != 3 or zero.get("zero_hpz_partition_size", 1) > 1
 
 
 def chunks(files: Sequence[Path], rank: int, ranks: int) -> Iterator[tuple[Path, int]]:

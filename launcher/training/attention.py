@@ -29,7 +29,7 @@ __all__ = ["KERNELS", "Layout", "choose_kernel", "install", "make_layout", "pack
 # the text name must not contain it, or loading looks for the flash-attn package.
 TEXT = "launcher_packed"
 VISION = "launcher_packed_flash_vision"
-HOPPER = 9  # compute capability
+AMPERE, HOPPER = 8, 9  # compute capabilities
 
 
 def padded_attention(
@@ -110,6 +110,10 @@ def choose_kernel(asked: str, device: torch.device, dtype: torch.dtype) -> tuple
 
 def _fastest(generation: int) -> tuple[str, str]:
     """The kernel that tests/bench measured to be the fastest on GPUs of a compute capability."""
+    if generation < AMPERE:
+        return "sdpa", "flash kernels need Ampere or newer"
+    if torch.are_deterministic_algorithms_enabled():
+        return "varlen", "PyTorch's own flash kernel gives the same numbers every time: train.deterministic=true"
     if generation != HOPPER:
         return "varlen", "PyTorch's own flash kernel; no other is measured on this GPU"
     if packages.missing("cudnn") is not None:

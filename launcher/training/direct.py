@@ -173,10 +173,18 @@ def _sharded(
         shard(whole)  # without content, and whole for a moment only
     replace(model, new)
     for old, stored in places.items():
-        own, size = new[old].ds_tensor, new[old].ds_tensor.ds_numel
-        first, count = share(stored.numel, size, new[old].ds_zero_partition_rank)
-        if count:
-            yield Part(stored=stored, first=first, target=own.detach().view(-1)[:count])
+        for held, place in _held(new[old]):
+            first, count = share(stored.numel, held.ds_numel, place)
+            if count:
+                yield Part(stored=stored, first=first, target=held.detach().view(-1)[:count])
+
+
+def _held(parameter: Any) -> Iterator[tuple[Any, int]]:
+    """What this rank holds of a sharded parameter, and its place among the ranks that hold the rest: its shard, and
+    with hpZ one of the copy that the ranks of a host share, which is what DeepSpeed then gathers weights from."""
+    yield parameter.ds_tensor, parameter.ds_zero_partition_rank
+    if parameter.ds_secondary_tensor is not None:
+        yield parameter.ds_secondary_tensor, torch.distributed.get_rank(parameter.ds_zero_param_process_group)
 
 
 def sharder(config: Mapping[str, Any]) -> Callable[[torch.nn.Parameter], None]:

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from launcher.errors import ConfigError, Problem
+from launcher.training.spared import bring_back
 
 
 def load_function(name: str, key: str) -> Callable[..., Any]:
     """The function that `key` names; raises ConfigError when it cannot be imported or called."""
     module_name, _, function_name = name.partition(":")
+    bring_back()
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except Exception as error:  # whatever the user's module raises while it is imported

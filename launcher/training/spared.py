@@ -14,7 +14,7 @@ from launcher.spec import RunPlan
 NEVER = ("mlflow",)
 # peft imports bitsandbytes (helpers.py, tuners/lora/bnb.py) and with it torch's compiler, transformers scipy for losses
 # of object detection (loss/) and scikit-learn for speculative decoding (generation/candidate_generator.py).
-FOUR_BIT = ("bitsandbytes", "scipy", "sklearn")
+WITHOUT_BITS = ("bitsandbytes", "scipy", "sklearn")
 # DeepSpeed 0.19.8 asks whether an optimizer is Muon, in modules that have torch compile functions when they are
 # imported: a second, for an answer that no optimizer of ours gives.
 MUON = "deepspeed.runtime.zero.muon"
@@ -32,12 +32,19 @@ def muon_update(*args: Any, **kwargs: Any) -> None:
 def spare_imports(plan: RunPlan, modules: dict[str, Any] = sys.modules) -> None:
     """Let those that this run has no use for seem not installed; to be called before torch is imported."""
     needs_bits = plan.config.tune.name == "qlora" or plan.config.optim.name == "adamw8bit"
-    for name in NEVER if needs_bits else (*NEVER, *FOUR_BIT):
+    for name in NEVER if needs_bits else (*NEVER, *WITHOUT_BITS):
         modules.setdefault(name, None)
     for name, content in (("muon_optimizer", MuonWithAuxAdam), ("original_muon", muon_update)):
         stand_in = ModuleType(f"{MUON}.{name}")
         vars(stand_in)[content.__name__] = content
         modules.setdefault(stand_in.__name__, stand_in)
+
+
+def bring_back(modules: dict[str, Any] = sys.modules) -> None:
+    """Let them be installed again, for code that is not ours."""
+    for name in (*NEVER, *WITHOUT_BITS):
+        if name in modules and modules[name] is None:
+            del modules[name]
 
 
 def pause_collection() -> None:

@@ -99,6 +99,7 @@ PRESET_CASES: dict[str, tuple[dict[str, Any], int]] = {
 RANK_CASES: dict[str, tuple[dict[str, Any], int]] = {
     "a slow rank": ({"measured": True}, 300),
     "a copy on the host": ({"hpz": 2}, 300),
+    "a copy on the host, weights from files": ({"hpz": 2, "files": True}, 300),
     "a copy on the host, lora": ({"hpz": 2, "tune": LORA}, 300),
 }
 
@@ -125,7 +126,7 @@ RUNS += [(name, 3, 2) for name in FAMILY_CASES]
 RUNS += [("lora, weights from files", 3, 1)]  # Z19: nothing to shard over
 RUNS += [(name, stage, 2) for stage in range(4) for name in MODALITY_CASES if stage > 1 or name == "modalities"]
 RUNS += [(name, int(name[5]), 2) for name in PRESET_CASES]
-RUNS += [("a slow rank", 2, 2), ("a copy on the host", 3, 2)]  # the last: its process group stays
+RUNS += [("a slow rank", 2, 2), ("a copy on the host, weights from files", 3, 2)]  # the last: its process group stays
 
 
 # Four ranks as two hosts of two.

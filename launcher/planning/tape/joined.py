@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from launcher.kernels import INLINE_RANKS, padded_rank
 from launcher.planning.tape.recorder import Form, Tape, Value, form
 
 ONE = form(one=1)
-RANKS, INLINE_RANKS = 16, 64  # as there
 Held = list[Value | None]  # what lives until the function that has it returns
 
 
@@ -32,7 +32,7 @@ class Joined:
     @property
     def rank(self) -> int:
         """Ranks of all adapters, padded."""
-        return -(-sum(self.ranks) // RANKS) * RANKS
+        return padded_rank(sum(self.ranks))
 
     @property
     def spare(self) -> int:

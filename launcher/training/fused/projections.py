@@ -23,10 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from launcher.kernels import INLINE_RANKS, padded_rank
 from launcher.training.fused.ops import Low, new_rows
-
-RANKS = 16  # joined ranks are padded to a multiple of this: the least that a tensor core multiplies
-INLINE_RANKS = 64  # up to so many are added inside elementwise kernels; more by a product of their own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +92,7 @@ class Joined:
         self.ends = [0, *accumulate(int(member.base.out_features) for member in members)]
         self.outputs = self.ends[-1]
         self.rank_ends = [0, *accumulate(0 if m.down is None else int(m.down.out_features) for m in members)]
-        self.rank = -(-self.rank_ends[-1] // RANKS) * RANKS
+        self.rank = padded_rank(self.rank_ends[-1])
         self.together: Tensor | None = None  # [D + R, K + R], once `lay_together` was called
         self.places: list[Place] = []  # of adapters there
 
