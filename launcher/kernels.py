@@ -5,6 +5,7 @@ Standard library only: planner and ranks ask.
 
 from __future__ import annotations
 
+from launcher.errors import Problem
 from launcher.families import Family
 from launcher.spec import RunConfig
 
@@ -29,6 +30,12 @@ def fused_layers(config: RunConfig, family: Family, device: str) -> tuple[bool, 
     if asked == "fused":
         return True, "asked for"
     return (device == "cuda", "every layer is of the known shape" if device == "cuda" else "they spare a GPU's memory")
+
+
+def kernel_problems(config: RunConfig, family: Family) -> list[Problem]:
+    """train.kernels=fused where the fused functions cannot compute the layers."""
+    why_not = _why_not(config, family) if config.train.kernels == "fused" else None
+    return [] if why_not is None else [Problem(f"train.kernels=fused: {why_not}", tries=("train.kernels=auto",))]
 
 
 def _why_not(config: RunConfig, family: Family) -> str | None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from launcher.training.chats import with_classes
 from launcher.training.encoding import make_encoder
 from launcher.training.engine import build_scorer
 from launcher.training.export import export_from_checkpoint
+from launcher.training.heads import make_head
 from launcher.training.losses import loss_of
 from launcher.training.pixels import Pixels
 from launcher.training.show import show_rows
@@ -157,3 +159,13 @@ def test_accuracy_and_loss() -> None:
     logits, labels = torch.tensor([z for z, _ in outputs]), torch.tensor([0, 1, 1])
     assert found["eval/accuracy"] == 0.5  # equal logits tell nothing: half right
     assert found["eval/loss"] == pytest.approx(F.cross_entropy(logits, labels).item())
+
+
+def test_the_head_has_the_number_format_of_the_model(tmp_path: Path) -> None:
+    """ZeRO-3 takes all that trains as one: DeepSpeed, runtime/zero/utils.py, defragment."""
+    model = SimpleNamespace(
+        config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(hidden_size=8)),
+        get_input_embeddings=lambda: torch.nn.Embedding(4, 8, dtype=torch.bfloat16),
+    )
+    plan = tiny_plan(tmp_path, task={"name": "classify", "classes": ["a", "b"]})
+    assert make_head(plan, model, {}, torch.device("cpu")).weight.dtype == torch.bfloat16

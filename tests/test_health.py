@@ -100,7 +100,12 @@ def test_skipped_steps_of_fp16_say_where_the_loss_scale_is() -> None:
 
 def test_a_loss_of_0_may_be_right() -> None:
     assert bad_steps(name="pairwise", form="margin").note(1, 0.0, 4, skipped=False) is None
-    assert bad_steps().note(1, 0.0, 0, skipped=False) is None  # a step without a usable row
+    bad = bad_steps()
+    most = bad.config.train.max_bad_steps
+    for step in range(1, most):  # rows whose pictures broke after they were checked
+        bad.check(bad.note(step, 0.0, 0, skipped=False), None, whole_run=True)
+    with pytest.raises(TrainingError, match=f"{most} steps in a row taught the model nothing; .* none of its rows"):
+        bad.check(bad.note(most, 0.0, 0, skipped=False), None, whole_run=False)
     bad = bad_steps()
     fault = bad.note(1, NAN, 4, skipped=False)
     with pytest.raises(TrainingError):  # shorter than max_bad_steps, and nothing else in the whole run

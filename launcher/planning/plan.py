@@ -18,6 +18,7 @@ from launcher.arithmetic import steps_per_epoch, warmup_steps
 from launcher.errors import ConfigError, Problem
 from launcher.families import PARTS
 from launcher.fingerprint import fingerprint, misfits
+from launcher.kernels import kernel_problems
 from launcher.planning.auto import Decision, choose, own_beside_auto
 from launcher.planning.batch_script import slurm_problems
 from launcher.planning.batches import plan_batch, train_rows
@@ -119,6 +120,7 @@ def _decide(config: RunConfig, facts: Facts, problems: _Problems) -> _Decided | 
         problems.found.extend(check_targets(shape, config.tune))
         problems.found.extend(head_problems(shape, config.tune, config.task))
         problems.found.extend(data_problems(shape, config))
+        problems.found.extend(kernel_problems(config, shape.family))
     if placement is not None:
         problems.found.extend(slurm_problems(config, placement.hosts[0].slots))
     precision = problems.attempt(choose_precision, config, placement, shape.family) if placement and shape else None

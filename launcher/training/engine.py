@@ -10,7 +10,7 @@ import torch
 
 from launcher.errors import ConfigError, Problem, TrainingError
 from launcher.families import family_of
-from launcher.kernels import fused_layers
+from launcher.kernels import fused_layers, kernel_problems
 from launcher.spec import OptimConfig, RunPlan
 from launcher.training import attention, backbone, heads, models, processors, scoring, tuning, warmstart
 from launcher.training.batching import MicroBatch
@@ -44,8 +44,8 @@ def build_scorer(plan: RunPlan, processor: Any, device: torch.device) -> scoring
         tuned = tuning.apply_tuning(model, tune, family, dtype)
         head = heads.make_head(plan, model, ids, device)
     fused, why = fused_layers(plan.config, family, device.type)
-    if plan.config.train.kernels == "fused" and not fused:
-        raise ConfigError(Problem(f"train.kernels=fused: {why}", tries=("train.kernels=auto",)))
+    if problems := kernel_problems(plan.config, family):
+        raise ConfigError(*problems)
     print(f"decoder layers: {'fused' if fused else 'plain'} ({why})")
     if fused:
         layer.install(backbone.language_of(model.model), kernel)

@@ -26,10 +26,16 @@ def make_head(plan: RunPlan, model: Any, ids: dict[str, int], device: torch.devi
     trains = plan.config.tune.head == "full"
     if plan.config.task.name == "sft":
         return LmHead(model, train=trains)
+    head: nn.Module
     if plan.config.task.name == "classify":
-        return ClassHead(len(plan.config.task.classes), model.config.get_text_config().hidden_size, device)
-    print(f"answer tokens: yes {ids['yes']}, no {ids['no']}")
-    return YesNoHead(answer_rows(model, ids["no"], ids["yes"]).to(device), train=trains)
+        head = ClassHead(len(plan.config.task.classes), model.config.get_text_config().hidden_size, device)
+    else:
+        print(f"answer tokens: yes {ids['yes']}, no {ids['no']}")
+        head = YesNoHead(answer_rows(model, ids["no"], ids["yes"]).to(device), train=trains)
+    # DeepSpeed casts it too, but not beside weights that ZeRO-3 has sharded already: those it takes as they are.
+    for parameter in head.parameters():
+        parameter.data = parameter.data.to(model.get_input_embeddings().weight.dtype)
+    return head
 
 
 class YesNoHead(nn.Module):

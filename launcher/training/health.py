@@ -27,6 +27,7 @@ SEEN = ("vision", "projector")  # parts that only images reach
 STEPS_WITHOUT_IMAGES = 20  # after so many nobody expects one any more
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+NO_ROW = "none of its rows could be used"
 
 
 @dataclass
@@ -49,7 +50,10 @@ class BadSteps:
 
     def check(self, fault: str | None, loss_scale: float | None, *, whole_run: bool) -> None:
         """Raise TrainingError after `train.max_bad_steps` bad steps in a row, or in a run without a good one."""
-        if fault is None or (self.in_a_row < self.config.train.max_bad_steps and not whole_run):
+        if fault is None:
+            return
+        # A whole run without a row is told of as that, where it ends.
+        if self.in_a_row < self.config.train.max_bad_steps and (not whole_run or fault.endswith(NO_ROW)):
             return
         text = f"{self.in_a_row} steps in a row taught the model nothing; {fault}"
         if loss_scale is not None:
@@ -82,10 +86,14 @@ class BadSteps:
             return f"the loss is {loss}"
         if skipped:
             return "its update was skipped, since a gradient is not finite"
-        return "the loss is exactly 0" if loss == 0 and units > 0 and not self._fine_at_zero else None
+        if units == 0:
+            return NO_ROW
+        return "the loss is exactly 0" if loss == 0 and not self._fine_at_zero else None
 
     def _advice(self, fault: str) -> tuple[str, ...]:
         data = "python -m launcher check data ...   (rows whose documents are all alike, or alone, teach nothing)"
+        if fault.endswith(NO_ROW):
+            return ("python -m launcher check data ...   (names each row and why)",)
         if fault.endswith("exactly 0"):
             return (data, *(("precision=bf16 or precision=fp32",) if self.precision == "fp16" else ()))
         other = {"fp16": "precision=bf16 or precision=fp32   (fp16 ends at 65,504)", "bf16": "precision=fp32"}

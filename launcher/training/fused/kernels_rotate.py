@@ -14,8 +14,7 @@ from launcher.training.fused.ops import Low, new_rows
 Norms = tuple[Tensor, Tensor, float]
 
 # Columns are heads here: those of one program share what is read of cos and sin, and of h.
-FORWARD, FORWARD_LOW = Tile(16, 8, 4), Tile(16, 8, 4)
-BACKWARD, BACKWARD_LOW = Tile(16, 8, 4), Tile(16, 8, 4)
+TILE = Tile(16, 8, 4)
 
 
 def rotate(
@@ -32,10 +31,9 @@ def rotate(
     if not tokens:
         return q, k, values
     args, (weight_q, weight_k, eps) = low_args(low, qkv), norms or (cos, cos, 0.0)
-    tile = FORWARD if low is None else FORWARD_LOW
-    group = gcd(n, m, tile.columns)
+    group = gcd(n, m, TILE.columns)
     turned = n + m if low is None else n + 2 * m
-    rotate_kernel[(tile._replace(columns=group).programs(tokens, turned),)](
+    rotate_kernel[(TILE._replace(columns=group).programs(tokens, turned),)](
         qkv,
         q,
         k,
@@ -57,8 +55,8 @@ def rotate(
         NORM=norms is not None,
         RANK=args.rank,
         RANKS=args.block,
-        ROWS=tile.rows,
-        num_warps=tile.warps,
+        ROWS=TILE.rows,
+        num_warps=TILE.warps,
         num_stages=1,
     )
     return q, k, values
@@ -85,9 +83,8 @@ def rotate_backward(
     if norms is None:
         low = None  # turning is linear: what was turned does not matter
     args, (weight_q, weight_k, eps) = low_args(low, qkv), norms or (cos, cos, 0.0)
-    tile = BACKWARD if low is None else BACKWARD_LOW
-    group = gcd(n, m, tile.columns)
-    rotate_backward_kernel[(tile._replace(columns=group).programs(tokens, n + 2 * m),)](
+    group = gcd(n, m, TILE.columns)
+    rotate_backward_kernel[(TILE._replace(columns=group).programs(tokens, n + 2 * m),)](
         dq,
         dk,
         dv,
@@ -118,8 +115,8 @@ def rotate_backward(
         NORM=norms is not None,
         RANK=args.rank,
         RANKS=args.block,
-        ROWS=tile.rows,
-        num_warps=tile.warps,
+        ROWS=TILE.rows,
+        num_warps=TILE.warps,
         num_stages=1,
     )
     return dqkv
