@@ -44,7 +44,6 @@ def hidden_states(
     features = None if sight is None else sight.see(batch, always=always_see)
     embeds = language.embed_tokens(batch.input_ids)  # [T, H]
     deep: list[torch.Tensor] | None = None
-    mask = None
     if features is not None:
         merged, deep = features
         if batch.visual_rows is None:
@@ -54,8 +53,6 @@ def hidden_states(
         else:
             embeds = embeds.index_put((batch.visual_rows,), merged[batch.visual_source].to(embeds.dtype))
             deep = [f[batch.visual_source] for f in deep]
-            mask = torch.zeros(1, len(embeds), dtype=torch.bool, device=embeds.device)
-            mask[0, batch.visual_rows] = True
     # Without a tower there is one kind of position: the three rows are equal.
     positions = batch.position_ids[:, None] if tower_of(core) is not None else batch.position_ids[:1]
     if is_recurrent(language):
@@ -63,7 +60,11 @@ def hidden_states(
     if hasattr(language.layers[0], "fused"):
         seen = layer.Seen(batch.visual_rows, deep) if deep and batch.visual_rows is not None else None
         return layer.run_layers(language, embeds, positions, batch.layout, rows, seen)
-    deepstack = {"visual_pos_masks": mask, "deepstack_visual_embeds": deep} if deep else {}
+    deepstack: dict[str, Any] = {}
+    if deep:
+        mask = torch.zeros(1, len(embeds), dtype=torch.bool, device=embeds.device)
+        mask[0, batch.visual_rows] = True
+        deepstack = {"visual_pos_masks": mask, "deepstack_visual_embeds": deep}
     hidden = language(
         inputs_embeds=embeds[None],
         position_ids=positions,

@@ -24,6 +24,8 @@ from launcher.training.vision_sight import make_sight
 def build_scorer(plan: RunPlan, processor: Any, device: torch.device) -> scoring.Scorer:
     """The plan's model, tuned as asked, with its attention kernel installed; not yet in an engine."""
     tune, family = plan.config.tune, family_of(plan.config.model, plan.arch)
+    if problems := kernel_problems(plan.config, family):
+        raise ConfigError(*problems)
     begins = plan.config.model.adapter is not None and plan.resume_from is None  # a checkpoint has newer ones
     adapter = Path(str(plan.config.model.adapter)) if begins else None
     if adapter is not None:
@@ -44,11 +46,9 @@ def build_scorer(plan: RunPlan, processor: Any, device: torch.device) -> scoring
         tuned = tuning.apply_tuning(model, tune, family, dtype)
         head = heads.make_head(plan, model, ids, device)
     fused, why = fused_layers(plan.config, family, device.type)
-    if problems := kernel_problems(plan.config, family):
-        raise ConfigError(*problems)
     print(f"decoder layers: {'fused' if fused else 'plain'} ({why})")
     if fused:
-        layer.install(backbone.language_of(model.model), kernel)
+        layer.install(language, kernel)
     # After peft, which would make embeddings and patches want gradients: a frozen tower would be differentiated.
     tuning.checkpoint_layers(model.model, plan.checkpointed_layers)
     if adapter is not None:

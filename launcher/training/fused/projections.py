@@ -134,7 +134,7 @@ class Joined:
         """
         h = torch.mm(x, self.a().T) if self.rank else None
         out = new_rows(x, self.outputs, self.spare)
-        added = h is not None and self._is_wide(x)
+        added = self._is_wide(x)
         if h is not None and added:
             torch.mm(_widened(x, h), self._upper().T, out=out)
         elif (weight := self._weight()) is not None:
@@ -158,8 +158,8 @@ class Joined:
 
     def backward_input(self, dy: Tensor, g: Tensor | None) -> Tensor:
         """Gradient of the input [T, K] from dy [T, D] and g = dy B [T, R]."""
-        if g is not None and self.together is not None and self._is_wide(dy):
-            return torch.mm(_widened(dy, g), self.together[:, : self.inputs])
+        if g is not None and self._is_wide(dy):
+            return torch.mm(_widened(dy, g), self._left())
         if (weight := self._weight()) is not None:
             out = torch.mm(dy, weight)
         else:
@@ -220,6 +220,11 @@ class Joined:
         """[D, K + R]."""
         assert self.together is not None
         return self.together[: self.outputs]
+
+    def _left(self) -> Tensor:
+        """[D + R, K]."""
+        assert self.together is not None
+        return self.together[:, : self.inputs]
 
     def _is_wide(self, x: Tensor) -> bool:
         """Whether x [T, ...] was made with this one's spare columns."""
