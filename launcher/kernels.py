@@ -19,6 +19,14 @@ def padded_rank(ranks: int) -> int:
     return -(-ranks // 16) * 16
 
 
+def row_stride(columns: int, spare: int) -> int:
+    """Values from one row to the next of a matrix that has spare columns for adapters: whole 128 bytes in 16 bits.
+
+    Rows that begin elsewhere touch two lines of the cache for each that a product reads.
+    """
+    return -(-(columns + spare) // 64) * 64 if spare else columns
+
+
 def fused_layers(config: RunConfig, family: Family, device: str) -> tuple[bool, str]:
     """(whether train.kernels gives the fused functions on a device, the reason).
 

@@ -123,11 +123,15 @@ def test_measured_runs_with_fused_layers_are_foretold(run: Run) -> None:
 
 
 def test_only_too_few_threads_make_a_gpu_wait_for_pictures() -> None:
-    run = replace(next(run for run in FUSED_RUNS if run.workload == "page"), images=400)
-    enough, one = (foretold_fused(replace(run, words=(*run.words, f"dataset.workers={n}"))) for n in (2, 1))
+    images = 400
+    load = replace(times(LOADS["page"], 4), patches=images * 4032, patch_pairs=images * 4032.0**2)
+    words = (RERANKER, "tune=lora")
+    enough, one = (
+        predict(setting_of((*words, f"dataset.workers={n}"), queries=16), load, 2, rates_of("h200")) for n in (3, 1)
+    )
     assert PICTURES not in enough.parts and 0 < one.parts[PICTURES] == pytest.approx(one.step_s - enough.step_s)
     # A page of 4,032 patches takes one thread 27 ms: nothing else is done meanwhile that would take longer.
-    assert one.step_s == pytest.approx(run.images * 0.027, rel=0.01)
+    assert one.step_s == pytest.approx(images * 0.027, rel=0.01)
 
 
 def test_rows_that_do_not_fill_micro_batches_alike_take_no_longer() -> None:

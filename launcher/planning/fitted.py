@@ -40,7 +40,7 @@ GRADIENT_BYTES, STAGE2_GRADIENT_BYTES, OPTIMIZER_BYTES = 14.0, 80.0, 46.0
 # Fused decoder layers (train.kernels=auto on GPUs), and what came with them: sums of kernels in profiles of whole steps
 # of text, page and chat on one H200 with torch 2.11, LoRA and ZeRO-1 (tests/bench/RESULTS.md). Single kernels in bursts
 # are up to 20 % faster; FUSED_ADDING and LEAF_S are of such, and not of runs yet.
-FUSED_PRODUCTS = 0.926
+FUSED_PRODUCTS = 0.942
 FUSED_MEMORY = 0.975  # of STREAMED: norms, sums, SwiGLU and their gradients
 FUSED_ADDING = 2.0  # kernels that add adapters (ZeRO-3, 4-bit weights) take so many times as long
 FUSED_THIN = 1.0  # products with a side of a few values

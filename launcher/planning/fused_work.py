@@ -85,7 +85,6 @@ def adapters_traffic(setting: Setting, load: Load) -> Passes:
     these add is a pass of its own in the backward pass."""
     found, apart = Passes(), not setting.together
     for layers in _layers(setting, load):
-        down = dict(layers.kind.groups)["down"]
         for group, rows, entrance in layers.groups():
             if not group.rank:
                 continue
@@ -93,7 +92,7 @@ def adapters_traffic(setting: Setting, load: Load) -> Passes:
             backward = 2.0 * (2 * group.outer + group.inner)
             if apart and group.rank > INLINE_RANKS:
                 forward += PRODUCT_ADDED * group.outer
-            if (apart or group is down) and not entrance:
+            if apart and not entrance:
                 backward += PRODUCT_ADDED * group.inner
             found += _passes(setting, layers, forward * rows, backward * rows)
     return found

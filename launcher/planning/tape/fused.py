@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from launcher.kernels import row_stride
 from launcher.planning.shapes import Linears, Shape
 from launcher.planning.tape import operations as op
 from launcher.planning.tape.decoder import Packing, packed_attention
@@ -90,7 +91,7 @@ def _before(x: Value, s: Sizes) -> list[Value]:
 
     def back(slopes: Sequence[Value | None]) -> list[Value | None]:
         b = s.qkv.low(tape)
-        dqkv = tape.new(rows, s.qkv.outer + s.qkv.spare, s.width)
+        dqkv = tape.new(rows, row_stride(s.qkv.outer, s.qkv.spare), s.width)
         if s.head_norms and s.trains:
             _head_norm_gradient(tape, rows, s)
         dx, *_held = _through_norm(tape, rows, s.qkv, s, 0, wanted=wanted)
@@ -118,7 +119,7 @@ def _after(x: Value, attended: Value, s: Sizes) -> Value:
     del delta
     gate_up, b, h = s.gate_up.forward(tape, rows, wide=True)
     del normed
-    act = tape.new(rows, s.down.inner + s.down.spare, s.width)
+    act = tape.new(rows, row_stride(s.down.inner, s.down.spare), s.width)
     delta, b, h_down = s.down.forward(tape, rows, wide=True)
     out = tape.new(rows, s.hidden, s.width)
 
@@ -144,7 +145,7 @@ def _after(x: Value, attended: Value, s: Sizes) -> Value:
 
 def _normed(tape: Tape, rows: Form, s: Sizes, spare: int = 0) -> tuple[Value, Value]:
     """RMSNorm's result, with spare columns, and 1 / rms."""
-    return tape.new(rows, s.hidden + spare, s.width), tape.new(rows, 1, FLOAT)
+    return tape.new(rows, row_stride(s.hidden, spare), s.width), tape.new(rows, 1, FLOAT)
 
 
 def _gradients(tape: Tape, j: Joined) -> Held:
@@ -169,7 +170,7 @@ def _through_norm(tape: Tape, rows: Form, j: Joined, s: Sizes, spare: int, *, wa
     if s.trains:
         _norm_gradient(tape, s)
         found += j.weights(tape, s.hidden)
-    dx = tape.new(rows, s.hidden + spare, s.width)
+    dx = tape.new(rows, row_stride(s.hidden, spare), s.width)
     del back, g, normed
     return [dx if wanted else None, *found]
 

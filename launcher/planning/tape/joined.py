@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launcher.kernels import INLINE_RANKS, padded_rank
+from launcher.kernels import INLINE_RANKS, padded_rank, row_stride
 from launcher.planning.tape.recorder import Form, Tape, Value, form
 
 ONE = form(one=1)
@@ -49,7 +49,7 @@ class Joined:
         `wide`: the input has spare columns, so that one product adds what adapters do.
         """
         h = self._product(tape, rows, self._a(tape)) if self.rank else []
-        out = tape.new(rows, self.outer + self.spare, self.width)
+        out = tape.new(rows, row_stride(self.outer, self.spare), self.width)
         for outer in self.outers if self.four_bit else ():
             self.weights(tape, self.inner * outer)  # in 16 bits, one by one
         b = [] if wide and self.spare else self._b(tape)

@@ -14,8 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Spare columns: a result [T, D] with them is the left part of an allocation [T, D + spare], so that a product may
-# take more columns than the result has (launcher.training.fused.projections puts adapters there).
+from launcher.kernels import row_stride
+
+# Spare columns: a result [T, D] with them is the left part of an allocation [T, D + spare or more], so that a product
+# may take more columns than the result has (launcher.training.fused.projections puts adapters there).
 
 
 class Low(NamedTuple):
@@ -27,7 +29,7 @@ class Low(NamedTuple):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, spare: int = 0) -> tuple[Tensor, Tensor]:
     """(x / rms(x) * weight [T, H] with `spare` columns, 1 / rms(x) [T] float32)."""
-    if x.is_cuda:
+    if not x.is_cpu:
         return _kernels().rms_norm(x, weight, eps, spare=spare)
     rstd = _wide(x).square().mean(dim=-1).add(eps).rsqrt()
     return new_rows(x, x.shape[1], spare).copy_(_wide(x) * rstd[:, None] * weight), rstd
@@ -37,7 +39,7 @@ def add_norm(
     x: Tensor, delta: Tensor, low: Low | None, weight: Tensor, eps: float, *, spare: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(x + delta + low, its RMSNorm with `spare` columns, 1 / rms): one half of a layer ends and the next begins."""
-    if x.is_cuda:
+    if not x.is_cpu:
         return _kernels().add_norm(x, delta, low, weight, eps, spare=spare)
     total = add(x, delta, low)
     return total, *rms_norm(total, weight, eps, spare=spare)
@@ -45,7 +47,7 @@ def add_norm(
 
 def add(x: Tensor, delta: Tensor, low: Low | None) -> Tensor:
     """x + delta + low, [T, D]."""
-    if x.is_cuda:
+    if not x.is_cpu:
         return _kernels().add(x, delta, low)
     return (_wide(x) + _plus(delta, low)).to(x.dtype)
 
@@ -54,7 +56,7 @@ def norm_backward(
     dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, residual: Tensor | None, *, spare: int = 0
 ) -> Tensor:
     """Gradient of x [T, H], with `spare` columns, from that of RMSNorm(x); `residual` [T, H] is added."""
-    if x.is_cuda:
+    if not x.is_cpu:
         return _kernels().norm_backward(dy, x, rstd, weight, residual, spare=spare)
     slope = _wide(dy) * weight
     unit = _wide(x) * rstd[:, None]
@@ -75,7 +77,7 @@ def rotate(
 
     Values are written back to `qkv` [T, (n + 2 m) d] and returned as a view; the rest of it stays as it was.
     """
-    if qkv.is_cuda:
+    if not qkv.is_cpu:
         return _kernels().rotate(qkv, low, norms, cos, sin, heads)
     n, m = heads
     full = _plus(qkv, low).unflatten(-1, (n + 2 * m, -1))
@@ -101,7 +103,7 @@ def rotate_backward(
     spare: int = 0,
 ) -> Tensor:
     """Gradient of qkv [T, (n + 2 m) d], with `spare` columns; `qkv` is as `rotate` left it."""
-    if qkv.is_cuda:
+    if not qkv.is_cpu:
         return _kernels().rotate_backward(dq, dk, dv, qkv, low, norms, cos, sin, spare=spare)
     n, m = dq.shape[1], dk.shape[1]
     dq, dk = _turn(_wide(dq), cos, -sin), _turn(_wide(dk), cos, -sin)
@@ -114,7 +116,7 @@ def rotate_backward(
 
 def swiglu(gate_up: Tensor, low: Low | None, *, spare: int = 0) -> Tensor:
     """silu(gate) * up [T, F], with `spare` columns, of `gate_up` [T, 2 F] + low."""
-    if gate_up.is_cuda:
+    if not gate_up.is_cpu:
         return _kernels().swiglu(gate_up, low, spare=spare)
     gate, up = _plus(gate_up, low).chunk(2, dim=-1)
     return new_rows(gate_up, gate.shape[1], spare).copy_(gate * gate.sigmoid() * up)
@@ -125,7 +127,7 @@ def swiglu_backward(dact: Tensor, gate_up: Tensor, low: Low | None) -> tuple[Ten
 
     The results take the places of `dact` and `gate_up`.
     """
-    if gate_up.is_cuda:
+    if not gate_up.is_cpu:
         return _kernels().swiglu_backward(dact, gate_up, low)
     gate, up = _plus(gate_up, low).chunk(2, dim=-1)
     slope, open_ = _wide(dact), gate.sigmoid()
@@ -137,14 +139,14 @@ def swiglu_backward(dact: Tensor, gate_up: Tensor, low: Low | None) -> tuple[Ten
 
 def norm_weight_gradient(dy: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
     """Gradient of an RMSNorm's weight, [H] float32, from that of its result."""
-    if x.is_cuda:
+    if not x.is_cpu:
         return _kernels().norm_weight_gradient(dy, x, rstd)
     return (_wide(dy) * _wide(x) * rstd[:, None]).sum(dim=0)
 
 
 def head_norm_weight_gradient(dturned: Tensor, raw: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """Gradient of the weight of a norm by head, [d] float32; `dturned` and `raw` [T, heads, d]."""
-    if raw.is_cuda:
+    if not raw.is_cpu:
         return _kernels().head_norm_weight_gradient(dturned, raw, cos, sin, eps)
     slope = _turn(_wide(dturned), cos, -sin)
     rstd = _wide(raw).square().mean(dim=-1, keepdim=True).add(eps).rsqrt()
@@ -153,7 +155,7 @@ def head_norm_weight_gradient(dturned: Tensor, raw: Tensor, cos: Tensor, sin: Te
 
 def new_rows(like: Tensor, columns: int, spare: int) -> Tensor:
     """Not initialised, [T, columns] with `spare` columns."""
-    return like.new_empty(len(like), columns + spare)[:, :columns]
+    return like.new_empty(len(like), row_stride(columns, spare))[:, :columns]
 
 
 def _kernels():  # type: ignore[no-untyped-def]

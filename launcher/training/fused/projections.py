@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from launcher.kernels import INLINE_RANKS, padded_rank
+from launcher.kernels import INLINE_RANKS, padded_rank, row_stride
 from launcher.training.fused.ops import Low, new_rows
 
 
@@ -115,7 +115,8 @@ class Joined:
         weights = [member.base.weight for member in self.members]
         if any(w.requires_grad or hasattr(w, "quant_state") for w in weights) or len({w.dtype for w in weights}) > 1:
             return
-        together = weights[0].new_zeros(self.outputs + self.rank, self.inputs + self.rank)
+        stride = row_stride(self.inputs, self.rank)
+        together = weights[0].new_zeros(self.outputs + self.rank, stride)[:, : self.inputs + self.rank]
         for weight, begin, end in zip(weights, self.ends, self.ends[1:], strict=False):
             place = together[begin:end, : self.inputs]
             place.copy_(weight.data)
@@ -228,7 +229,7 @@ class Joined:
 
     def _is_wide(self, x: Tensor) -> bool:
         """Whether x [T, ...] was made with this one's spare columns."""
-        return self.spare > 0 and len(x) > 0 and x.stride(0) == x.shape[1] + self.spare
+        return self.spare > 0 and len(x) > 0 and x.stride(0) == row_stride(x.shape[1], self.spare)
 
     def _weight(self) -> Tensor | None:
         """[D, K] of all members where it exists without a copy."""
@@ -250,7 +251,7 @@ class Joined:
 
 def _widened(x: Tensor, more: Tensor) -> Tensor:
     """x [T, D] and its spare columns [T, D + R], which become `more` [T, R]."""
-    wide = x.as_strided((len(x), x.stride(0)), (x.stride(0), 1))
+    wide = x.as_strided((len(x), x.shape[1] + more.shape[1]), (x.stride(0), 1))
     wide[:, x.shape[1] :] = more
     return wide
 
