@@ -10,6 +10,9 @@ import math
 from launcher.spec import OptimConfig, TrainConfig
 
 LOGIT_BYTES = 640 * 2**20  # of logits over the vocabulary that task=sft has at a time: 2,176 rows of Qwen3's in bf16
+# Parameters of a model whose random weights are made all at once; an 80 GB GPU holds so many in bf16, with room for a
+# shard. Those of a larger one are made module by module, each where it stays.
+MOST_WHOLE = 32_000_000_000
 
 
 def steps_per_epoch(rows: int, global_size: int) -> int:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from launcher import attention_needs
+from launcher.errors import ConfigError
 from launcher.training import attention, attention_packages, attention_ways
 from launcher.training.attention import KERNELS, Layout, choose_kernel, make_layout, packed_attention, padded_attention
 from launcher.training.attention_cudnn import bound
@@ -142,39 +144,38 @@ def test_a_kernel_that_cannot_run_here_is_refused() -> None:
     """G06."""
     cpu = torch.device("cpu")
     assert choose_kernel("auto", cpu, torch.float32)[0] == "reference"
-    with pytest.raises(ValueError, match="needs a GPU"):
+    with pytest.raises(ConfigError, match="needs a GPU"):
         choose_kernel("flash_attention_2", cpu, torch.bfloat16)
 
 
 def test_auto_takes_what_the_gpu_and_the_run_allow(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert attention._fastest(7)[0] == "sdpa"  # flash kernels refuse it
-    assert attention._fastest(8)[0] == attention._fastest(10)[0] == "varlen"
+    assert attention._fastest((7, 5))[0] == "sdpa"  # flash kernels refuse it
+    assert attention._fastest((8, 9))[0] == attention._fastest((10, 0))[0] == "varlen"
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert attention._fastest(9) == (
+    assert attention._fastest((9, 0)) == (
         "varlen", "PyTorch's own flash kernel gives the same numbers every time: train.deterministic=true"
     )  # fmt: skip
 
 
 def test_a_kernel_that_is_not_installed_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """flash-attn-4 lies in a folder of flash-attn's name, and is not flash-attn."""
-    monkeypatch.setattr(attention_packages.importlib.util, "find_spec", lambda name: None)
-    assert attention_packages.missing("varlen") is None
+    monkeypatch.setattr(attention_needs.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert attention_needs.missing("varlen") is None
     for name, package in (("cudnn", "nvidia-cudnn-frontend"), ("flash_attention_4", "flash-attn-4")):
-        with pytest.raises(ImportError, match=f"attention={name} needs {package}: pip install {package}"):
+        with pytest.raises(ConfigError, match=f"attention={name} needs {package}: pip install {package}"):
             choose_kernel(name, torch.device("cuda"), torch.bfloat16)
     folder = tmp_path / "flash_attn" / "cute"
     folder.mkdir(parents=True)
     (folder / "interface.py").touch()
     monkeypatch.undo()
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert attention_packages.missing("flash_attention_4") is None
-    assert "pip install flash-attn " in str(attention_packages.missing("flash_attention_2"))
+    assert attention_needs.missing("flash_attention_4") is None
+    assert "pip install flash-attn " in str(attention_needs.missing("flash_attention_2"))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "name", ["varlen", *(name for name in attention_packages.FILES if attention_packages.missing(name) is None)]
-)
+@pytest.mark.parametrize("name", [name for name in attention_needs.KERNELS if attention_needs.missing(name) is None])
 def test_flash_kernels_equal_the_cpu_reference(name: str) -> None:
     gpu, cpu = tensors(torch.bfloat16, "cuda", head=64), tensors(torch.float32, head=64)
     cpu = [t.detach().bfloat16().float().requires_grad_() for t in cpu]

@@ -338,7 +338,7 @@ def test_every_default_passes_its_own_check(key: str) -> None:
 
 
 def test_tries_can_be_typed() -> None:
-    """Each KEY=VALUE that an answer offers is itself understood: it is read without a new problem about its key."""
+    """Each KEY=VALUE that an answer offers is itself understood: it is read, and allowed."""
     offered = {line.split("try  ", 1)[1] for _, text in wrong_lines() for line in text.splitlines() if "try  " in line}
     typed = [
         line
@@ -347,7 +347,10 @@ def test_tries_can_be_typed() -> None:
     ]
     assert len(typed) > 60
     for line in typed:
-        assert read_command_line(shlex.split(line)).problems == [], line
+        read = read_command_line(shlex.split(line))
+        assert read.problems == [], line
+        for key, value in read.values.items():
+            assert (checks.type_problem(key, value) or checks.rule_problem(key, value)) is None, line
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from launcher.errors import ConfigError, MachineError
 from launcher.families import FAMILIES
 from launcher.training import ahead, direct, layerwise, layouts, models, processors
 from launcher.training.weightfiles import Part, read_parts, stored_tensors
@@ -39,7 +41,7 @@ def test_every_weight_and_buffer_is_that_of_from_pretrained(family: str, tmp_pat
             short = {key.replace("model.visual", "visual"): value for key, value in load_file(file).items()}
             save_file({key.replace("language_model.", ""): value for key, value in short.items()}, file)
     theirs = kind.from_pretrained(tmp_path / "m", dtype=torch.bfloat16)  # the files are float32
-    found = direct.load_direct(kind, tmp_path / "m", torch.bfloat16, CPU)
+    found = direct.fill(direct.match(kind, tmp_path / "m", torch.bfloat16), CPU)
     ours = found.model
     weights = dict(theirs.named_parameters(remove_duplicate=False))
     own = dict(ours.named_parameters(remove_duplicate=False))
@@ -77,7 +79,7 @@ def test_files_that_do_not_fit_are_not_read(tmp_path: Path) -> None:
         text = json.loads((folder / "config.json").read_text()) | config
         (folder / "config.json").write_text(json.dumps(text))
         with pytest.raises(direct.NotDirect) as caught:
-            direct.load_direct(type(model), folder, torch.float32, CPU)
+            direct.match(type(model), folder, torch.float32)
         return str(caught.value)
 
     assert refused({key: value for key, value in whole.items() if key != name}) == f"{name} is missing"
@@ -86,19 +88,44 @@ def test_files_that_do_not_fit_are_not_read(tmp_path: Path) -> None:
     assert "is I64" in refused(whole | {name: torch.zeros(96, 64, dtype=torch.int64)})
     assert "stored twice" in refused(whole, tie_word_embeddings=True)
     assert "quantized" in refused(whole, quantization_config={"quant_method": "bitsandbytes"})
-    data = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(data[:-8])
-    with pytest.raises(direct.NotDirect, match=r"does not lie in model\.safetensors as its header says"):
-        direct.load_direct(type(model), folder, torch.float32, CPU)
     with pytest.raises(direct.NotDirect, match="is no folder"):
-        direct.load_direct(type(model), tmp_path / "none", torch.float32, CPU)
+        direct.match(type(model), tmp_path / "none", torch.float32)
+
+
+@pytest.mark.parametrize("to_device", [True, False])
+def test_a_damaged_file_is_named(to_device: bool, tmp_path: Path) -> None:
+    _, plan, local = built(tmp_path, "qwen3")
+    ids = processors.special_ids(processors.load_processor(plan))
+    file = sorted((tmp_path / "m").glob("*.safetensors"))[1]
+    whole = file.read_bytes()
+    for content in (whole[:-8], whole[:100], b"version https://git-lfs", b"", whole[:8] + b"x" + whole[9:]):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"{re.escape(str(file))} is (cut short|damaged)[^$]*again"):
+            models.load_model(local, ids, CPU, to_device=to_device)
+    file.write_bytes(whole)
+    models.load_model(local, ids, CPU, to_device=to_device)
+
+
+def test_ranks_read_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 1 cannot read directly, and then has other files."""
+    _, plan, local = built(tmp_path, "qwen3")
+    ids = processors.special_ids(processors.load_processor(plan))
+    models.load_model(local, ids, CPU, to_device=True, gather=lambda own: [own, ("b", {}, "quantized")])
+    assert "loaded by transformers (rank 1 on b says: quantized)" in capsys.readouterr().out
+    models.load_model(local, ids, CPU, to_device=True, gather=lambda own: [own, ("b", *own[1:])])
+    assert "read straight to cpu" in capsys.readouterr().out
+    first = min(file.name for file in (tmp_path / "m").glob("*.safetensors"))
+    with pytest.raises(MachineError, match=rf"rank 1 on b are not those of rank 0 on [^:]*: {first} differs"):
+        models.load_model(
+            local, ids, CPU, to_device=True, gather=lambda own: [own, ("b", own[1] | {first: "other"}, "")]
+        )
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
 def test_shards_of_all_ranks_are_the_whole(world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With DeepSpeed's rule for a shard's size: the number of elements rounded up to whole shards."""
     kind = type(built(tmp_path, "qwen2_5_vl")[0])
-    theirs, read = dict(direct.load_direct(kind, tmp_path / "m", torch.float32, CPU).model.named_parameters()), 0
+    theirs, read = dict(kind.from_pretrained(tmp_path / "m", dtype=torch.float32).named_parameters()), 0
     shards: dict[str, list[torch.Tensor]] = {name: [] for name in theirs}
     for rank in range(world):
 
@@ -109,7 +136,9 @@ def test_shards_of_all_ranks_are_the_whole(world: int, tmp_path: Path, monkeypat
             parameter.ds_zero_partition_rank, parameter.ds_secondary_tensor = rank, None
 
         monkeypatch.setattr(direct, "sharder", lambda config, shard=shard: shard)
-        found = direct.load_direct(kind, tmp_path / "m", torch.float32, CPU, deepspeed={"zero_optimization": {}})
+        sharded = {"zero_optimization": {}}
+        matched = direct.match(kind, tmp_path / "m", torch.float32, deepspeed=sharded)
+        found = direct.fill(matched, CPU, deepspeed=sharded)
         read += found.read_bytes
         for name, parameter in found.model.named_parameters():
             shards[name].append(parameter.ds_tensor)

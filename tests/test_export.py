@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from launcher.errors import ConfigError
 from launcher.rundir import RunDir
 from launcher.running.trained import find_target, usable_plan
-from launcher.training import adapters, finished, processors
+from launcher.training import adapters, finished, layerwise, processors
 from launcher.training.batching import collate, make_units
 from launcher.training.encoding import make_encoder
 from launcher.training.engine import build_scorer
@@ -38,6 +38,7 @@ CASES = {
     "lora and head, untied": ({**LORA, "head": "full"}, False),
     "dora, rank-stabilised, tied": ({**LORA, "use_dora": True, "use_rslora": True}, True),
 }
+LARGE = "lora, tied"  # this one as a model whose random weights no GPU holds
 
 
 def make_plan(tmp_path: Path, tune: dict[str, Any], tied: bool) -> Any:
@@ -105,15 +106,21 @@ def picture(image: Image) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_export_scores_as_the_trained_model(tmp_path, case):
+def test_the_export_scores_as_the_trained_model(tmp_path, case, monkeypatch):
     """Z18, C14: tied or not, the head that was trained is the one that is loaded."""
     tune, tied = CASES[case]
+    kept_on, fill = [], layerwise.fill
+    monkeypatch.setattr(layerwise, "fill", lambda *a, **k: (kept_on.append(k["rests_on"]), fill(*a, **k))[1])
+    if case == LARGE:
+        monkeypatch.setattr(layerwise, "MOST_WHOLE", 0)
     plan = make_plan(tmp_path, tune, tied)
     checkpoint = tmp_path / "step-000007"
     scorer = trained(plan, checkpoint)
     groups = [*GROUPS["text"], *GROUPS["image documents"]]
     expected = packed_scores(plan, scorer, groups)
     out = export_from_checkpoint(plan, checkpoint, tmp_path / "export")
+    # A large model trains where its weights are made; for its export they go to main memory, module by module.
+    assert kept_on == ([None, torch.device("cpu")] if case == LARGE else [])
     assert expected.std() > 1e-3  # documents score differently
     torch.testing.assert_close(exported_scores(out, groups), expected, atol=1e-5, rtol=1e-5)
 

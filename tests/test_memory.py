@@ -111,6 +111,22 @@ def test_states_by_hand() -> None:
     assert eight["optimizer moments"] == int(2 * (1 + 4 / 256) * share)
 
 
+def test_random_weights_of_a_large_model_are_made_where_they_stay() -> None:
+    """A module at a time, in shards under ZeRO-3; smaller models are made whole on every rank."""
+    words = ("model=qwen2_5_vl_72b", "model.weights=random", "tune=lora")
+    setting = _setting(*words, "zero=stage3", count=8)
+    largest = 152064 * 8192  # the head
+    whole = 2 * sum(t.elements for t in tensors(setting.shape, setting.config.tune, "rerank", 0))
+    found = states(setting)
+    shards = found.forward["frozen weights"] + found.forward["trained weights"]
+    assert sum(found.loading.values()) == shards + 2 * largest
+    assert shards == pytest.approx(whole / 8, rel=0.001)
+    assert sum(states(_setting(*words, "zero=stage1", count=8)).loading.values()) >= whole
+    small = _setting("model=qwen3_vl_8b", "model.weights=random", "tune=lora", "zero=stage3", count=8)
+    every = tensors(small.shape, small.config.tune, "rerank", 0)
+    assert sum(states(small).loading.values()) == 2 * sum(t.elements for t in every)
+
+
 def test_four_bits_take_a_quarter() -> None:
     # Fused layers keep copies of adapters beside weights that have all of their bits.
     plain = "train.kernels=plain"

@@ -28,7 +28,7 @@ from launcher.running.oddities import oddities
 from launcher.running.panel import Panel, Silence
 from launcher.running.transport import BOOT, LOST, Channel, Door
 from launcher.running.unreachable import unreachable
-from launcher.spec import Host, RunPlan, plan_to_json
+from launcher.spec import AttentionConfig, Host, RunPlan, plan_to_json
 from tests.planning_support import plan as planned
 
 SOURCE = Path(probe.__file__).read_text()
@@ -321,7 +321,8 @@ def two(first: dict[str, Any] | None = None, **second: Any) -> tuple[RunPlan, di
     hosts = tuple(Host(name=name, gpus=tuple(range(8))) for name in ("a", "b"))
     plan = dataclasses.replace(planned(), hosts=hosts, transport="ssh", device="cuda", attention="auto")
     env = {name: value for name, value in plan.env.items() if name != "OMP_NUM_THREADS"}
-    return dataclasses.replace(plan, env=env), {"a": look(**(first or {})), "b": look(**second)}
+    config = dataclasses.replace(plan.config, attention=AttentionConfig(name="cudnn"))
+    return dataclasses.replace(plan, env=env, config=config), {"a": look(**(first or {})), "b": look(**second)}
 
 
 JUDGED = [
@@ -335,6 +336,7 @@ JUDGED = [
     ),  # G11
     ({"versions": {**look()["versions"], "flash-attn": "2.8"}}, "versions", "flash-attn 2.8, but not installed on a"),
     ({"missing": ["deepspeed"]}, "packages", "/venv/python lacks deepspeed"),
+    ({"missing": ["cudnn"]}, "packages", "attention=cudnn needs nvidia-cudnn-frontend: pip install"),
     ({"cwd": False}, "folder", "the working folder /w is not there"),
     ({"launcher": {"where": None}}, "code", "no package launcher"),
     (

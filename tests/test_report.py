@@ -272,6 +272,8 @@ def test_a_plan_without_it_has_a_page_too(run: RunDir, capsys: pytest.CaptureFix
     assert f"  {told}" in capsys.readouterr().out.splitlines()
     assert foretold_lines(run) == [told]
     plan = json.loads(run.plan.read_text())
+    write_json(run.plan, {**plan, "time": {**plan["time"], "load": "assumed: each prompt as long as may be"}})
+    assert foretold_lines(run) == [told.replace("planned 4 s", "planned 4 s for the longest prompts")]
     new = ("time", "choices", "scaling", "host_memory", "disk", "memory_moment", "memory_capacity", "env_reasons")
     write_json(run.plan, {key: value for key, value in plan.items() if key not in new})
     found = page(run)

@@ -23,7 +23,7 @@ from launcher.training.vision_cache import FeatureCache
 from launcher.training.vision_sight import PlainTower, Sight, attend_with
 from launcher.training.vision_tower import FrozenTower, why_plain
 from tests.groups import GROUPS, packed
-from tests.planning_support import plan, setting_of
+from tests.planning_support import gpus, plan, setting_of
 from tests.tiny import family_arch, tiny_plan
 
 GRIDS = [(1, 4, 6), (1, 2, 2), (3, 8, 4), (1, 4, 6), (1, 10, 10)]  # a video among images; a window and a part of one
@@ -136,6 +136,8 @@ def test_some_images_are_kept_and_some_computed(batches: tuple[Any, list[MicroBa
     sight._compute = lambda pixels, grids: (seen.append(len(grids)), FrozenTower(tower, ATTEND)(pixels, grids))[1]
     got = sight.see(every, always=False)
     assert seen == [len(every.media) - len(part.media)]
+    asked = len(every.media) + len(part.media)
+    assert f"of {asked} that were needed, {len(part.media)} were here" in sight.cache.told()
     torch.testing.assert_close(got, Sight(tower, family, ATTEND).see(every, always=False), atol=1e-6, rtol=1e-5)
     # Every rank runs the tower under ZeRO-3, also one that has all of its images: on a blank one.
     sight.see(every, always=True)
@@ -150,6 +152,7 @@ def test_a_full_cache_keeps_what_came_first(monkeypatch: pytest.MonkeyPatch) -> 
         cache.put(key, value)  # type: ignore[arg-type]
     kept = [key for key in features if key in cache]
     assert kept == ["a", "b", "d"]  # c is larger than a slab; e finds none
+    assert cache.told().startswith("3 images in 0.00 GiB, and it is full; of 0 that were needed")
     for got, key in zip(cache.take(kept), kept, strict=True):  # type: ignore[arg-type]
         assert torch.equal(got, features[key])
 
@@ -163,5 +166,13 @@ def test_features_that_training_changes_are_not_kept(tmp_path: Path) -> None:
 def test_the_plan_counts_kept_features_and_refuses_them_where_they_change() -> None:
     kept = setting_of(plan("model=tiny", "memory.vision_cache_gib=1.5", "tune=lora"))
     assert host_parts(kept, states(kept), Load(tokens=100))["features of images"] == 1.5 * 2**30 * kept.slots
+    for words, seen, fits in ((("gpus=1",), (), "7.5"), (("gpus=2",), (), "3.75"), (("gpus=2",), gpus(2), "1.5")):
+        with pytest.raises(
+            ConfigError, match=rf"of it for features of images, [^$]*try  memory\.vision_cache_gib={fits}\n"
+        ):
+            plan("model=tiny", "memory.vision_cache_gib=8", *words, "tune=lora", gpus=seen, ram_bytes=int(7.6 * 2**30))
+        plan(
+            "model=tiny", f"memory.vision_cache_gib={fits}", *words, "tune=lora", gpus=seen, ram_bytes=int(7.6 * 2**30)
+        )
     with pytest.raises(ConfigError, match=r"tune\.projector=full changes it[^$]*try  tune\.projector=frozen"):
         plan("model=tiny", "memory.vision_cache_gib=1.5", "tune=lora", "tune.projector=full")

@@ -11,6 +11,7 @@ import functools
 from dataclasses import dataclass
 
 from launcher.arithmetic import gathers_keys, logit_rows
+from launcher.attention_needs import PADDED
 from launcher.estimates import Load
 from launcher.planning.setting import Setting, kernel_of
 from launcher.planning.shapes import Shape
@@ -39,7 +40,7 @@ class Activations:
 def activations(setting: Setting, load: Load) -> Activations:
     """Bytes of one micro-batch of a rank. Of a family whose documents are padded rows, `load.tokens` counts padding."""
     kernel = kernel_of(setting)
-    padded = setting.device == "cuda" and kernel in ("sdpa", "reference")
+    padded = setting.device == "cuda" and kernel in PADDED
     way = "own" if not load.key_rows else "gathered" if gathers_keys(load.tokens, load.key_rows) else "cascade"
     package = kernel.startswith("flash_attention")
     how = Way(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import Problem
-from launcher.planning import grammar, habits, keys
+from launcher.planning import checks, grammar, habits, keys
 from launcher.planning.help import VERBS
 
 Options = Mapping[str, Sequence[str]]
@@ -81,6 +81,10 @@ def placeholder(key: str) -> str:
     return f"{key}={'FOLDER' if folder else 'FILE' if key in keys.PATHS else 'VALUE'}"
 
 
+# Keys that take exact names, and NCCL's variable, which also takes what is left out and beginnings of names.
+_WHOLE_NAMES = {"nccl.interface": "NCCL_SOCKET_IFNAME", "nccl.hca": "NCCL_IB_HCA"}
+
+
 def spelled(key: str, raw: str, options: Options) -> str:
     """`key=raw` with names of ours where `raw` is a habitual one, safe for a shell."""
     synonyms = habits.VALUES.get(key, {})
@@ -90,13 +94,29 @@ def spelled(key: str, raw: str, options: Options) -> str:
     value = synonyms.get(raw.lower(), raw)
     if key == "tune.target_modules":
         value = as_expression(value)
-    if key == "nccl.interface":
-        value = value.lstrip("=")  # NCCL's own mark for a whole name, which this key always means
+    if key in _WHOLE_NAMES:
+        value = re.sub(r"^(\[?)=", r"\1", value)  # NCCL's own mark for whole names, which these keys always mean
+    if value not in ("", "VALUE") and (instead := _allowed(key, value)) is not None:
+        return instead
     if value and keys.is_text(key) and grammar.top_level_commas(value) and not grammar.parse(value).quoted:
         value = grammar.in_quotes(value)
     if not value:
         value = "true" if keys.kind_of(key) is bool else "VALUE"
     return grammar.shell(f"{key}={value}")
+
+
+def _allowed(key: str, raw: str) -> str | None:
+    """What to type where `key=raw` would be refused; None where it would not."""
+    parsed = grammar.parse(raw)
+    texts = grammar.parse_texts(raw) if keys.is_texts(key) else None
+    text = raw if keys.is_text(key) and not isinstance(parsed.value, str) else parsed.value
+    value = text if texts is None else texts
+    if checks.type_problem(key, value) is None and checks.rule_problem(key, value) is None:
+        return None
+    if key in _WHOLE_NAMES:  # NCCL's grammar says more than ours
+        return spelled(f"env.set.{_WHOLE_NAMES[key]}", raw.strip("[]"), {})
+    fit = checks.repaired(key, value)
+    return example(key) if fit is None else grammar.shell(f"{key}={grammar.as_typed(fit)}")
 
 
 def as_expression(names: str) -> str:
@@ -140,6 +160,8 @@ def _suggestion(name: str, raw: str, options: Options) -> tuple[str, tuple[str, 
     if dotted in options or keys.kind_of(dotted) is not None:
         return "", (spelled(dotted, raw, options),)
     inside = dotted.split(".")[0] in options and "." in dotted
+    if inside and dotted.count(".") == 1 and (option := _option_of(dotted.split(".")[0], raw, options)):
+        return "", (option,)
     same_leaf = dotted.rsplit(".", 1)[-1] in {key.rsplit(".", 1)[-1] for key in keys.kinds()}
     if known and not (inside and same_leaf):
         template, remark = known
@@ -158,6 +180,12 @@ def _suggestion(name: str, raw: str, options: Options) -> tuple[str, tuple[str, 
     if habit:
         return "", (_filled(habits.HABITS[habit], raw, options),)
     return "", tuple(spelled(key, raw, options) for key in meant)
+
+
+def _option_of(group: str, raw: str, options: Options) -> str | None:
+    """GROUP=OPTION where `raw` is the name of an option, ours or another's."""
+    known = raw in options[group] or raw.lower() in habits.VALUES.get(group, {})
+    return spelled(group, raw, options) if known else None
 
 
 def for_unknown_key(key: str, word: str, raw: str, options: Options) -> Problem:

@@ -13,6 +13,7 @@ from launcher.estimates import Choice, MemoryEstimate, TimeEstimate
 from launcher.kernels import fused_layers
 from launcher.planning import load, memory, rates, speed
 from launcher.planning.facts import TextFile
+from launcher.planning.gpus import capability_of
 from launcher.planning.groups import layer_elements
 from launcher.planning.models import largest_adapter, trainable_counts
 from launcher.planning.room import Room
@@ -137,10 +138,11 @@ def setting_of(ask: Ask) -> tuple[Setting, tuple[str, ...]]:
     settings = Settings(
         world_size=ask.world, precision=ask.precision, lr=ask.lr, config=config, slots=ask.slots, device=ask.device
     )
+    fused, _ = fused_layers(config, shape.family, ask.device, capability_of(ask.gpu_kind))
     trained = Trained(
         parameters=sum(trainable_counts(shape, config.tune, config.task).values()),
         largest_adapter=largest_adapter(shape, config.tune),
-        layer=layer_elements(shape, config.tune) if fused_layers(config, shape.family, ask.device)[0] else 0,
+        layer=layer_elements(shape, config.tune) if fused else 0,
     )
     deepspeed, notices = finish_zero(ask.files[config.zero.file], ask.own, settings, trained)
     setting = Setting(

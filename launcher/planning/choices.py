@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from launcher.attention_needs import attention_problem, missing_problem
 from launcher.errors import ConfigError, Problem
 from launcher.families import Family
 from launcher.planning.consistency import uses_lora
@@ -40,12 +41,25 @@ def choose_precision(config: RunConfig, placement: Placement, family: Family) ->
     return "fp16", f"{shown} has no bf16"
 
 
-def choose_attention(config: RunConfig, placement: Placement) -> tuple[str, str]:
-    """(kernel, why). Which kernels are installed is known on the hosts only, so `auto` stays `auto` for GPUs."""
-    asked = config.attention.name
+def choose_attention(config: RunConfig, placement: Placement, precision: str, lacking: str | None) -> tuple[str, str]:
+    """(kernel, why). Which kernels are installed is known on the hosts only, so `auto` stays `auto` for GPUs.
+
+    `lacking`: what to install on this machine for the kernel asked for. Raises ConfigError where a rank would refuse.
+    """
+    asked, here = config.attention.name, placement.transport == "local" and not placement.assumed
+    problem = attention_problem(
+        asked,
+        device=placement.device,
+        precision=precision,
+        capability=placement.capability,
+        deterministic=config.train.deterministic,
+    )
+    if problem is None and lacking is not None and here:
+        problem = missing_problem(asked, lacking)
+    if problem is not None:
+        raise ConfigError(problem)
     if placement.device == "cpu":
-        why = "exact, for CPU"
-        return "reference", why if asked == "auto" else f"{why}: {asked} needs a GPU"
+        return "reference", "exact, for CPU"
     if asked == "auto":
         return "auto", "the fastest kernel that the ranks find installed; their log names it"
     return asked, "as asked"

@@ -8,11 +8,12 @@ from typing import Any
 
 from launcher.arithmetic import peak_rate
 from launcher.datafiles import sources_of
-from launcher.families import PARTS
+from launcher.families import PARTS, family_of
+from launcher.kernels import fused_layers
 from launcher.planning.describe_choices import choice_lines, scaling_lines
 from launcher.planning.describe_memory import memory_lines
 from launcher.planning.describe_time import time_lines
-from launcher.planning.gpus import ASSUMED_KIND
+from launcher.planning.gpus import ASSUMED_KIND, capability_of
 from launcher.planning.hosts import shown_weight
 from launcher.planning.lines import WIDTH, beside, count, item, table, wrap
 from launcher.planning.secrets import masked
@@ -131,6 +132,8 @@ def _training(plan: RunPlan) -> list[str]:
     config, batch = plan.config, plan.batch
     optim, layers = config.optim, plan.layers
     again = plan.checkpointed_layers
+    family = family_of(config.model, plan.arch)
+    fused, why_fused = fused_layers(config, family, plan.device, capability_of(plan.gpu_kind))
     optimizer = f"{OPTIMIZERS[optim.name]}, lr {_rates(plan)}"
     warm = "warm-up not known" if plan.warmup_steps is None else f"warm-up {count(plan.warmup_steps, 'step')}"
     steps = "not known: the rows are not counted" if batch.total_steps is None else f"{batch.total_steps:,}"
@@ -147,6 +150,7 @@ def _training(plan: RunPlan) -> list[str]:
         ("optimizer", f"{optimizer}, {optim.schedule}, {warm}, gradients clipped to {optim.max_grad_norm:g}"),
         ("precision", f"{plan.precision}{_loss_scale(plan)} ({plan.precision_reason})"),
         ("attention", f"{plan.attention} ({plan.attention_reason})"),
+        ("layers", f"{'fused' if fused else 'plain'} ({why_fused})"),
         ("recomputed", f"{again} of {layers} decoder layers"),
     ]
     return ["Training", *table(rows)]

@@ -10,6 +10,7 @@ from launcher.errors import ConfigError, Problem
 from launcher.planning.auto import choose
 from launcher.planning.candidates import AUTO, OFFLOADED, Ask, Weighed, is_measured
 from launcher.planning.gpus import GIB
+from launcher.planning.hostram import FEATURES
 from launcher.planning.models import check_targets
 from launcher.planning.scaling import MOST_GPUS, most_frugal, offloaded, relaxed, smallest
 from launcher.spec import Host, RunConfig, TuneConfig
@@ -194,13 +195,17 @@ def host_problems(
             part = max(needed, key=lambda name: needed[name])
             needs = f"{_gib(need)} GiB of main memory are needed for {most} rank{'s' if most > 1 else ''} of a host"
             text = f"{needs}, {_gib(needed[part])} GiB of it for {part}, and {host.name} has {_gib(size)} GiB"
-            tries = tuple(_host_tries(part, config, ranks=most, stage=stage))
+            left = size - (need - needed[part])
+            tries = tuple(_host_tries(part, config, ranks=most, stage=stage, left=left))
             found[host.name] = Problem(text, "", (*tries, "hosts with more memory"))
     return found
 
 
-def _host_tries(part: str, config: RunConfig, *, ranks: int, stage: int) -> Iterator[str]:
-    """What to type against the largest part of a host's main memory."""
+def _host_tries(part: str, config: RunConfig, *, ranks: int, stage: int, left: int) -> Iterator[str]:
+    """What to type against the largest part of a host's main memory; `left`: bytes that the others leave it."""
+    if part == FEATURES:
+        slabs = max(0, left // ranks * 4 // GIB)  # the cache takes a quarter of a GiB at a time
+        yield f"memory.vision_cache_gib={slabs / 4:g}"
     if part == "export":
         yield "checkpoint.export=false   (`python -m launcher export RUN` makes it elsewhere)"
     if part == "loading" and stage < 3 and config.tune.name != "qlora":

@@ -112,8 +112,9 @@ def _layer_traffic(setting: Setting, layers: _Layers, slower: float) -> tuple[fl
     h, f, q, kv = shape.hidden, shape.intermediate, shape.q_width, shape.kv_width
     adds = {name: _adds(setting, group) for name, group in layers.kind.groups}
     rotated, gated = (slower if adds[name] else 1.0 for name in ("qkv", "gate_up"))
+    adds_in_product = setting.together and dict(layers.kind.groups)["out"].rank > 0  # attention's result is copied
     before = h * RMS_NORM + (q + kv) * ROTATE * rotated + kv * 4 * adds["qkv"]
-    after = h * (ADD_NORM + ADD) + f * SWIGLU * gated
+    after = h * (ADD_NORM + ADD) + f * SWIGLU * gated + q * COPY * adds_in_product
     back_before = ((q + kv) * ROTATE_BACKWARD + kv * 4) * rotated + h * NORM_BACKWARD * (not layers.kind.entrance)
     back_after = f * SWIGLU_BACKWARD * gated + h * NORM_BACKWARD
     renormed = h * RMS_NORM * (trains or setting.precision == "fp16")

@@ -88,3 +88,9 @@ def kind_of(name: str) -> GpuKind | None:
         if re.search(rf"(?<![a-z0-9]){spelled}(?!\d)", said) and (not memory or f"{memory}b" in said):
             return kind
     return None
+
+
+def capability_of(name: str | None) -> tuple[int, int] | None:
+    """Compute capability of a kind of GPU by its name, None when unknown."""
+    kind = None if name is None else kind_of(name)
+    return None if kind is None else kind.capability

@@ -59,7 +59,7 @@ HABITS: dict[str, str] = {
     "dataset_shuffle": "training rows are always shuffled, by train.seed",
     "lazy_tokenize": "rows are checked and measured once, and decoded when they are trained",
     "overwrite_cache": "prepared rows are kept by content and settings: what changed is read anew",
-    "dataset_num_proc": "rows are read and decoded without worker processes of your choosing",
+    "dataset_num_proc": "dataset.workers={} | rows are prepared once, by as many processes as there are processors",
     "dataloader_drop_last": "the last partial batch is always trained, exactly",
     "remove_unused_columns": "rows are read by their own format; extra columns do no harm",
     # what trains
@@ -173,6 +173,7 @@ HABITS: dict[str, str] = {
     "dtype": "precision={}",
     "attn_impl": "attention={}",
     "attn_implementation": "attention={}",
+    "attention_kernel": "attention={}",
     "use_flash_attn": "attention=auto",
     "flash_attn": "attention={}",
     "use_gradient_checkpointing": "memory.gradient_checkpointing={}",

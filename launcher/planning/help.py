@@ -54,6 +54,7 @@ Exit codes: 0 done, 1 internal error, 2 change the configuration or data, 3 fix 
   75 try again (host or network lost, hang), 130 Ctrl-C and 143 SIGTERM, both saved if training had begun.
 """
 
+WIDEST_KEY = 60  # columns, beside which a comment still has room
 ARCH = "model.arch"  # a model's config.json: dozens of values that few want to see
 _KEY = re.compile(r"(?P<indent> *)(?P<key>[\w]+):(?: +(?P<value>[^#\s][^#]*?))?(?:\s+# (?P<comment>.*))?$")
 
@@ -134,13 +135,26 @@ def _keys_of(file: Path, prefix: str) -> Iterator[str]:
         path = [(i, key) for i, key in path if i < indent]
         full = prefix + ".".join([*(key for _, key in path), found["key"]])
         path.append((indent, found["key"]))
-        comment = found["comment"] or " ".join(above)
+        comment = " ".join([found["comment"], *_more(text[number + 1 :])]) if found["comment"] else " ".join(above)
         above = []
         if not in_defaults and found["value"] is not None:
-            yield f"  {full + ' = ' + found['value'].strip():<38}  {comment}".rstrip()
+            yield _commented(full + " = " + found["value"].strip(), comment)
         elif not in_defaults and comment:
             listed = "".join(f"\n    {row}" for row in _list_below(text[number + 1 :]))
-            yield f"  {full:<38}  {comment}".rstrip() + listed
+            yield _commented(full, comment) + listed
+
+
+def _more(lines: Sequence[str]) -> Iterator[str]:
+    """Further lines of the comment beside a key: nothing but a comment, and not at the margin."""
+    for line in lines:
+        if not line.lstrip().startswith("#") or line.startswith("#"):
+            return
+        yield line.lstrip("# ")
+
+
+def _commented(key: str, comment: str) -> str:
+    head = f"  {key:<38}  "
+    return "\n".join(_wrapped(head, comment)) if comment and len(head) < WIDEST_KEY else f"{head}{comment}".rstrip()
 
 
 def _list_below(lines: Sequence[str]) -> list[str]:

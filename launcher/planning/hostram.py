@@ -19,6 +19,7 @@ RANK_BYTES = {"cpu": int(0.97e9), "cuda": int(2.2 * GIB)}
 PIXEL_CACHE = 256 * 2**20  # training.pixels: decoded pictures that are kept
 MICRO_STEPS = 2  # taken to be in a step of a rank
 AHEAD = 5  # micro-batches: training.workers makes 3 beside the one in use, and one is packed out of its pictures
+FEATURES = "features of images"  # memory.vision_cache_gib
 SHARD = 2 * GIB  # training.checkpoint.SHARD_BYTES: tensors that rank 0 holds while it writes
 
 
@@ -70,7 +71,7 @@ def _training(setting: Setting, states: States, load: Load) -> Parts:
     offloaded = {f"offloaded {name}": size * slots for name, size in states.host.items()}
     n = numbers(setting)
     saved = min(SHARD, 12 * n.trained) if _saves(setting.config) else 0
-    return {**offloaded, "pictures": pictures, "features of images": kept, "saving": saved}
+    return {**offloaded, "pictures": pictures, FEATURES: kept, "saving": saved}
 
 
 def _saves(config: RunConfig) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import Problem
-from launcher.planning import answers, grammar, keys, secrets
+from launcher.planning import answers, checks, grammar, keys, secrets
 from launcher.resources import conf_dir
 
 CONFIG_DIR_FLAGS = ("--config-dir", "-cd")
@@ -225,7 +225,7 @@ def _is_collection(parsed: grammar.Parsed, raw: str) -> bool:
 
 
 def _refused_sweep(key: str, raw: str, parsed: grammar.Parsed) -> Problem:
-    if keys.is_text(key):
+    if keys.is_text(key) and checks.rule_problem(key, raw) is None:
         if key == "tune.target_modules":
             text = f"{key}={raw}: one regular expression over module names is expected"
             return Problem(text, tries=(_without_sweep(key, raw),))
@@ -235,9 +235,10 @@ def _refused_sweep(key: str, raw: str, parsed: grammar.Parsed) -> Problem:
     if answers.takes_list(key) and grammar.top_level_commas(raw):
         return Problem(f"{key}={raw}: a list is written in brackets", tries=(_without_sweep(key, raw),))
     typed = raw.split(",")[0].strip() if grammar.top_level_commas(raw) else ""
-    first = typed or (parsed.sweep[0] if parsed.sweep else "VALUE")
+    first = typed or (parsed.sweep[0] if parsed.sweep else "")
     sweep = (_as_sweep(key, raw),) if parsed.sweep else ()
-    return Problem(f"{key}={raw}: {_ONE_VALUE}", tries=(grammar.shell(f"{key}={first}"), *sweep))
+    one = answers.spelled(key, first, {}) if first else answers.example(key)
+    return Problem(f"{key}={raw}: {_ONE_VALUE}", tries=(one, *sweep))
 
 
 def _as_sweep(key: str, raw: str) -> str:

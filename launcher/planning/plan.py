@@ -29,6 +29,7 @@ from launcher.planning.consistency import contradictions, oddities, profile_prob
 from launcher.planning.environ import RankEnvironment, declare, rank_environment
 from launcher.planning.facts import Facts
 from launcher.planning.fitting import host_problems, shortfall
+from launcher.planning.hostram import FEATURES
 from launcher.planning.memory import disk_bytes
 from launcher.planning.models import (
     check_targets,
@@ -82,6 +83,7 @@ class _Decided:
     shape: Shape
     placement: Placement
     precision: tuple[str, str]  # and why
+    attention: tuple[str, str]  # and why
     env: RankEnvironment
     notices: list[str]
     ask: Ask
@@ -120,16 +122,22 @@ def _decide(config: RunConfig, facts: Facts, problems: _Problems) -> _Decided | 
         problems.found.extend(check_targets(shape, config.tune))
         problems.found.extend(head_problems(shape, config.tune, config.task))
         problems.found.extend(data_problems(shape, config))
-        problems.found.extend(kernel_problems(config, shape.family))
+        capability = None if placement is None else placement.capability
+        problems.found.extend(kernel_problems(config, shape.family, capability))
     if placement is not None:
         problems.found.extend(slurm_problems(config, placement.hosts[0].slots))
     precision = problems.attempt(choose_precision, config, placement, shape.family) if placement and shape else None
+    attention = None
+    if placement is not None and precision is not None:
+        attention = problems.attempt(choose_attention, config, placement, precision[0], facts.lacking)
     nccl = problems.attempt(at_plan, config, declared, placement, facts.fabric) if placement and declared else None
     variables = nccl.variables() if nccl else {}
     env = problems.attempt(rank_environment, declared, facts, placement, variables) if placement and declared else None
-    if arch is None or shape is None or placement is None or precision is None or declared is None or env is None:
+    if arch is None or shape is None or placement is None or declared is None or env is None:
         return None
-    ask = _ask(facts, placement, shape, config, precision[0])
+    if precision is None or attention is None:
+        return None
+    ask = _ask(facts, placement, shape, config, precision[0], attention[0])
     if ask is None:
         return None
     decision = problems.attempt(choose, ask)
@@ -137,8 +145,10 @@ def _decide(config: RunConfig, facts: Facts, problems: _Problems) -> _Decided | 
         return None
     too_small, tight = shortfall(ask, decision.chosen)
     ram = facts.ram_bytes if placement.transport == "local" and not placement.assumed else None
-    if ram is not None and placement.device == "cuda":
+    if ram is not None:
         here, needed = {placement.hosts[0].name: ram}, decision.chosen.memory.host
+        if placement.device == "cpu":  # where a rank's own memory is only warned of
+            needed = {FEATURES: needed[FEATURES]} if FEATURES in needed else {}
         stage = decision.chosen.setting.stage
         too_small += host_problems(here, placement.hosts, needed, config=config, stage=stage).values()
     problems.found.extend(too_small)
@@ -147,6 +157,7 @@ def _decide(config: RunConfig, facts: Facts, problems: _Problems) -> _Decided | 
         shape=shape,
         placement=placement,
         precision=precision,
+        attention=attention,
         env=env,
         notices=[*declared.warnings, *(nccl.warnings if nccl else ()), *decision.notices],
         ask=ask,
@@ -155,7 +166,9 @@ def _decide(config: RunConfig, facts: Facts, problems: _Problems) -> _Decided | 
     )
 
 
-def _ask(facts: Facts, placement: Placement, shape: Shape, config: RunConfig, precision: str) -> Ask | None:
+def _ask(
+    facts: Facts, placement: Placement, shape: Shape, config: RunConfig, precision: str, attention: str
+) -> Ask | None:
     """The question that `auto` settings answer; None without the file of `zero=`, which is a problem already."""
     files = dict(facts.zero_files)
     if facts.zero_file is not None:
@@ -174,7 +187,7 @@ def _ask(facts: Facts, placement: Placement, shape: Shape, config: RunConfig, pr
         lr=learning_rate(config),
         device=placement.device,
         gpu_kind=placement.gpu_kind,
-        attention=choose_attention(config, placement)[0],
+        attention=attention,
         slots=tuple(host.slots for host in placement.hosts),
         per_host=max(most, seen),
         room=room_of(
@@ -196,7 +209,6 @@ def _assemble(config: RunConfig, facts: Facts, now: datetime, decided: _Decided)
     run_dir = run_folder(config, facts, now)
     batch = plan_batch(config, facts, chosen.max_tokens, placement.world_size)
     warmup = config.optim.warmup_steps if batch.total_steps is None else warmup_steps(config.optim, batch.total_steps)
-    attention = choose_attention(config, placement)
     plan = RunPlan(
         run_id=f"{now:%Y%m%d-%H%M%S}-{hashlib.sha256(f'{now.isoformat()} {run_dir}'.encode()).hexdigest()[:6]}",
         created_at=now.isoformat(timespec="seconds"),
@@ -214,8 +226,8 @@ def _assemble(config: RunConfig, facts: Facts, now: datetime, decided: _Decided)
         master_port=config.cluster.master_port,
         precision=decided.precision[0],
         precision_reason=decided.precision[1],
-        attention=attention[0],
-        attention_reason=attention[1],
+        attention=decided.attention[0],
+        attention_reason=decided.attention[1],
         checkpointed_layers=chosen.layers,
         lr=decided.ask.lr,
         warmup_steps=warmup,

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher.errors import ConfigError, Problem
+from launcher.kernels import kernel_problems
 from launcher.planning.auto import choose
 from launcher.planning.batches import micro_steps
 from launcher.planning.candidates import Ask
-from launcher.planning.choices import choose_precision
+from launcher.planning.choices import choose_attention, choose_precision
 from launcher.planning.facts import TextFile
 from launcher.planning.fitting import MARK, host_problems, shortfall
 from launcher.planning.gpus import kind_of
@@ -140,6 +141,9 @@ def _ask(
             capability=_capability(oldest),
         )
         precision = choose_precision(config, there, shape.family)[0]
+        choose_attention(config, there, precision, None)  # or refuse what these GPUs cannot compute
+        if problems := kernel_problems(config, shape.family, there.capability):
+            raise ConfigError(*problems)
     slots = tuple(host.slots for host in plan.hosts)
     return Ask(
         config=config,

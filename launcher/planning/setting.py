@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.kernels import fused_layers
-from launcher.planning.gpus import kind_of
+from launcher.attention_needs import AMPERE, HOPPER
+from launcher.kernels import fused_layers, without_triton
+from launcher.planning.gpus import capability_of
 from launcher.planning.shapes import Shape
 from launcher.spec import RunConfig
-
-AMPERE, HOPPER = 8, 9  # compute capabilities
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,9 +34,14 @@ class Setting:
         return int(self.deepspeed["zero_optimization"]["stage"])
 
     @property
+    def capability(self) -> tuple[int, int] | None:
+        """Compute capability of the GPUs; None where it is not known."""
+        return capability_of(self.gpu_kind)
+
+    @property
     def fused(self) -> bool:
         """Whether decoder layers are computed by the fused functions."""
-        return fused_layers(self.config, self.shape.family, self.device)[0]
+        return fused_layers(self.config, self.shape.family, self.device, self.capability)[0]
 
     @property
     def together(self) -> bool:
@@ -49,7 +53,7 @@ class Setting:
     @property
     def fast_tower(self) -> bool:
         """Whether the vision tower runs by launcher.training.vision_tower: it is frozen, and its weights are whole."""
-        return self.config.tune.vision == "frozen" and self.stage < 3
+        return self.config.tune.vision == "frozen" and self.stage < 3 and without_triton(self.capability) is None
 
     @property
     def recomputed(self) -> float:
@@ -62,8 +66,7 @@ def kernel_of(setting: Setting) -> str:
     kernel = setting.attention
     if kernel != "auto" or setting.device == "cpu":
         return kernel
-    kind = kind_of(setting.gpu_kind) if setting.gpu_kind is not None else None
-    generation = AMPERE if kind is None else kind.capability[0]
-    if setting.precision == "fp32" or generation < AMPERE:
+    capability = setting.capability or AMPERE
+    if setting.precision == "fp32" or capability < AMPERE:
         return "sdpa"
-    return "cudnn" if generation == HOPPER and not setting.config.train.deterministic else "varlen"
+    return "cudnn" if capability[0] == HOPPER[0] and not setting.config.train.deterministic else "varlen"

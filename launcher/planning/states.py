@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.arithmetic import MOST_WHOLE
 from launcher.planning.groups import groups
 from launcher.planning.setting import Setting
 from launcher.planning.tensors import Tensors, tensors
@@ -148,11 +149,18 @@ def plus(*several: Parts) -> Parts:
 
 
 def _built(setting: Setting, n: Numbers) -> int:
-    """Bytes of weights while the model is built on the device: random ones whole before any is quantized or sharded."""
+    """Bytes of weights while the model is built on the device: random ones whole before any is quantized or sharded,
+    those of a large model a module at a time (launcher.training.layerwise)."""
     if setting.config.model.weights != "random":
         return sum(_weights(n).values())
     quantized = max((t.size for t in n.all if t.four_bit), default=0)
-    return n.weight * (sum(t.elements for t in n.all) + quantized)
+    elements = sum(t.elements for t in n.all)
+    if elements <= MOST_WHOLE or quantized:
+        return n.weight * (elements + quantized)
+    if n.stage < 3:
+        return sum(_weights(n).values())
+    shards = 0 if n.offloads("param") else _shards(n, trained=False) + _shards(n, trained=True)
+    return shards + n.weight * max(t.size for t in n.all)
 
 
 def _plain(n: Numbers, setting: Setting) -> States:

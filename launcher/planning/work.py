@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from launcher.attention_needs import PADDED
 from launcher.estimates import Load
 from launcher.planning import fitted
 from launcher.planning.flops import flops
@@ -71,7 +72,7 @@ def _products(name: str, passes: Passes, setting: Setting, load: Load, rates: Ra
     if name in ("attention", "vision attention"):
         rate, keys = rates.attention_tflops * TERA, load.pairs / load.tokens
         share = fitted.VISION_ATTENTION if name == "vision attention" else keys / (keys + fitted.HALF_KEYS)
-        if setting.attention in ("sdpa", "reference"):
+        if setting.attention in PADDED:
             share *= fitted.PADDED_ATTENTION
         first, then = slow / (rate * share), slow / (rate * share * fitted.ATTENTION_BACKWARD)
         return Passes(forward=passes.forward * first, backward=passes.backward * then, again=passes.again * then)
@@ -89,7 +90,7 @@ def _attention(name: str, passes: Passes, setting: Setting, load: Load, rates: R
     known, rate = fitted.CUDNN if fast else fitted.FLASH, rates.attention_tflops * TERA
     seen = name == "vision attention"
     keys = load.patch_pairs / max(1, load.patches) if seen else load.pairs / load.tokens
-    rate *= (known.vision if seen else 1.0) * (fitted.PADDED_ATTENTION if kernel in ("sdpa", "reference") else 1.0)
+    rate *= (known.vision if seen else 1.0) * (fitted.PADDED_ATTENTION if kernel in PADDED else 1.0)
     first = (keys + known.half_forward) / (rate * known.forward * keys) if keys else 0.0
     then = (keys + known.half_backward) / (rate * known.backward * keys) if keys else 0.0
     return Passes(forward=passes.forward * first, backward=passes.backward * then, again=passes.again * then)

@@ -54,5 +54,6 @@ def foretold_line(plan: Line, steps: Sequence[Line]) -> str | None:
         found.append(f"memory planned {words.gib(memory)}, peak {words.gib(peak)}")
     planned, times = planned_step_s(plan), known(number(line.get("step_s")) for line in steps[-LAST_STEPS:])
     if planned is not None and times:
-        found.append(f"step planned {words.seconds(planned)}, took {words.seconds(statistics.median(times))}")
+        of = " for the longest prompts" if str(part_of(plan, "time").get("load")).startswith("assumed") else ""
+        found.append(f"step planned {words.seconds(planned)}{of}, took {words.seconds(statistics.median(times))}")
     return "; ".join(found) or None

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import datafiles
+from launcher.attention_needs import missing
 from launcher.errors import ConfigError, Problem
 from launcher.hubs import hf_cache, local_folder
 from launcher.measured import read_speeds
@@ -94,6 +95,7 @@ class _Gatherer:
             prepared=self._prepared(),
             measured=tuple(read_speeds()),
             arch=self._arch(),
+            lacking=self._lacking(),
             weights_on_disk=self._weights(),
             zero_file=self._zero_file(),
             zero_files=zero_files(),
@@ -215,6 +217,12 @@ class _Gatherer:
         if not os.path.isfile(self.cwd / folder / ADAPTER):
             text = f"{self._named('model.adapter', folder)}: no {ADAPTER} in it"
             self._problem(text, "model.adapter=FOLDER as peft, or export RUN --adapter, writes it")
+
+    def _lacking(self) -> str | None:
+        """What the kernel that is asked for needs of this interpreter; others are asked before ranks start."""
+        cluster = self.config.cluster
+        other = cluster.python or cluster.activate or cluster.wrap
+        return None if other else missing(self.config.attention.name)
 
     def _weights(self) -> bool:
         model = self.config.model

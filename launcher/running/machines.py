@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from launcher.attention_needs import KERNELS, missing_problem, module_of
 from launcher.planning.consistency import uses_lora
 from launcher.planning.known_bad import NCCL, known_bad
 from launcher.planning.memory import disk_bytes
@@ -48,6 +49,12 @@ def modules(plan: RunPlan) -> list[str]:
     few_bits = plan.config.tune.name == "qlora" or plan.config.optim.name == "adamw8bit"
     more = [*(["peft"] if uses_lora(plan.config.tune) else []), *(["bitsandbytes"] if few_bits else [])]
     return ["torch", "deepspeed", "transformers", *more, "launcher"]
+
+
+def imported(plan: RunPlan) -> list[str]:
+    """What ranks import, the package of an attention kernel that was asked for with it."""
+    kernel = module_of(plan.config.attention.name)
+    return [*modules(plan), *([kernel] if kernel else [])]
 
 
 def compared(plan: RunPlan) -> list[str]:
@@ -92,6 +99,11 @@ def _software(plan: RunPlan, host: Host, look: Any, reference: Reference) -> Ite
         tries = ("cluster.sync=rsync   (sends it)", "start from a folder that every host has")
         yield Finding(host=host.name, what="folder", reason=reason, tries=tries, comes=sent)
     lacking = [name for name in missing if name != "launcher"] if isinstance(missing, list) else []
+    asked = plan.config.attention.name
+    if (kernel := module_of(asked)) in lacking:
+        lacking.remove(kernel)
+        needed = missing_problem(asked, KERNELS[asked].install)
+        yield Finding(host=host.name, what="packages", reason=needed.text, tries=needed.tries)
     if lacking:
         reason = f"{python} lacks {', '.join(lacking)}"
         install = (f"{python} -m pip install .   (in the launcher's own folder; or its wheel)", "cluster.python=PATH")

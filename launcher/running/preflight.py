@@ -27,7 +27,7 @@ from launcher.running.fabric import ask_fabrics, join
 from launcher.running.findings import Finding, error_of, sentences
 from launcher.running.fit import fitted
 from launcher.running.folder import names_itself
-from launcher.running.machines import GB, Reference, by_schedulers, compared, judge, modules, nvme_path
+from launcher.running.machines import GB, Reference, by_schedulers, compared, imported, judge, nvme_path
 from launcher.running.nodechannel import NodeChannel
 from launcher.running.oddities import oddities
 from launcher.running.panel import Panel
@@ -220,7 +220,7 @@ def _look(
         "do": "look",
         "cwd": reference.cwd,
         "path": _search_path(plan),
-        "modules": modules(plan),
+        "modules": imported(plan),
         "packages": [*compared(plan), *CUDNN],
         "digest": reference.digest,
         "files": list(reference.marks),

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import PathFinder
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
@@ -305,10 +306,9 @@ def gpus() -> List[Fields]:
     program = next(filter(None, map(shutil.which, SMI)), None)
     if program is None:
         raise OSError(errno.ENOENT, "no nvidia-smi")
-    listed = output(program, "--query-gpu=" + GPU_FIELDS, "--format=csv,noheader,nounits")
-    used = output(
-        program, "--query-compute-apps=gpu_uuid,pid,process_name,used_memory", "--format=csv,noheader,nounits"
-    )
+    asked = ("--query-gpu=" + GPU_FIELDS, "--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
+    with ThreadPoolExecutor(len(asked)) as pool:  # each takes up to a second
+        listed, used = pool.map(lambda words: output(program, words, "--format=csv,noheader,nounits"), asked)
     users: Dict[str, List[Fields]] = {}
     for words in rows(used, 4):
         user = {"pid": int(words[1]), "name": words[2], "user": owner(words[1]), "bytes": mebibytes(words[3])}

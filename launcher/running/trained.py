@@ -302,7 +302,14 @@ def usable_plan(target: Target, words: Sequence[str], device: str) -> RunPlan:
         tries = (f"--device {plan.device}   (on a machine that has one)", "its export, which holds all weights")
         raise ConfigError(Problem(text, tries=tries))
     return dataclasses.replace(
-        _with(plan, model=dataclasses.replace(model, adapter=None), resume=None),
+        # Kernels were asked for on the run's GPUs, which these need not be.
+        _with(
+            plan,
+            model=dataclasses.replace(model, adapter=None),
+            attention=dataclasses.replace(plan.config.attention, name="auto"),
+            train=dataclasses.replace(plan.config.train, kernels="auto"),
+            resume=None,
+        ),
         hosts=(Host(name="localhost", gpus=(0,)),),
         device=kind,
         attention="auto",

@@ -3,6 +3,7 @@
 train    one rank of the run; the node launcher sets RANK and the other variables
 check    read and check the data; torch is imported with --lengths only
 files    list the data files and the images they name
+kernels  compile the kernels of the run's steps; a rank starts it beside its imports
 evaluate, score, export, golden   a trained model (--weights: a checkpoint or an export) in one process
 speed    measure the GPUs of this machine; takes --out and no plan
 """
@@ -22,6 +23,7 @@ from launcher.spec import RunPlan, plan_from_json
 from launcher.streams import take_any_text
 from launcher.training.ahead import start_reading
 from launcher.training.spared import pause_collection, spare_imports
+from launcher.training.warmup import start_compiling
 
 FINISHED = ("evaluate", "score", "export", "golden")
 
@@ -35,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         take_any_text()
         return speed(words[1:])
     parser = argparse.ArgumentParser(prog="python -m launcher.training", description=__doc__)
-    parser.add_argument("verb", choices=["train", "check", "files", *FINISHED])
+    parser.add_argument("verb", choices=["train", "check", "files", "kernels", *FINISHED])
     parser.add_argument("--plan", type=Path, required=True, help="plan.json of the run")
     parser.add_argument("--lengths", action="store_true", help="check: also tokenise every row")
     parser.add_argument("--weights", type=Path, help="a checkpoint, or an export")
@@ -57,9 +59,15 @@ def main(argv: list[str] | None = None) -> int:
 
         return files(plan)
     spare_imports(plan)
+    if options.verb == "kernels":
+        from launcher.training.precompile import main as compile_kernels
+        from launcher.training.rankstatus import die_with_parent
+
+        die_with_parent()
+        return compile_kernels(plan)
     if options.verb in FINISHED:
         return _finished(plan, options)
-    _train(plan)
+    _train(plan, options.plan)
 
 
 def _finished(plan: RunPlan, options: argparse.Namespace) -> int:
@@ -75,7 +83,7 @@ def _finished(plan: RunPlan, options: argparse.Namespace) -> int:
         return int(error.exit_code)
 
 
-def _train(plan: RunPlan) -> NoReturn:
+def _train(plan: RunPlan, plan_file: Path) -> NoReturn:
     from launcher.training import nsys
     from launcher.training.rankstatus import RankStatus
 
@@ -90,11 +98,12 @@ def _train(plan: RunPlan) -> NoReturn:
     nsys.die_with_guard()
     code = ExitCode.OK
     pause_collection()
+    compiling = start_compiling(plan, str(plan_file), int(os.environ["LOCAL_RANK"]))
     start_reading(plan, int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_SIZE", "1")))
     try:
         from launcher.training.loop import train  # torch comes with it
 
-        train(plan, run, status)
+        train(plan, run, status, compiling)
     except Exception as error:
         code = _exit_code(error)
         status.fail(error, code)

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from launcher.attention_needs import AMPERE, HOPPER, PADDED, attention_problem, missing, missing_problem
+from launcher.errors import ConfigError, Problem
 from launcher.training import attention_cudnn
 from launcher.training import attention_packages as packages
 from launcher.training.attention_layout import Layout, make_layout
@@ -29,7 +31,6 @@ __all__ = ["KERNELS", "Layout", "choose_kernel", "install", "make_layout", "pack
 # the text name must not contain it, or loading looks for the flash-attn package.
 TEXT = "launcher_packed"
 VISION = "launcher_packed_flash_vision"
-AMPERE, HOPPER = 8, 9  # compute capabilities
 
 
 def padded_attention(
@@ -89,34 +90,48 @@ KERNELS: dict[str, Callable[..., torch.Tensor]] = {
 def choose_kernel(asked: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
     """The kernel to use and the reason, on the device that will run it.
 
-    Raises ImportError or ValueError when the one asked for can't run here: never a silent substitute.
+    Raises ConfigError when the one asked for can't run here: never a silent substitute.
     """
+    if asked != "auto":
+        _refuse_unusable(asked, device, dtype)
     if device.type == "cpu":
-        if asked not in ("auto", "sdpa", "reference"):
-            raise ValueError(f"attention={asked} needs a GPU; on CPU use attention=auto")
         return "reference", "CPU: exact padded and masked attention"
-    if asked in ("sdpa", "reference"):
+    if asked in PADDED:
         return asked, "asked for; padded and masked, slower than a flash kernel"
+    if asked != "auto":
+        return asked, "asked for"
     if dtype == torch.float32:
-        if asked != "auto":
-            raise ValueError(f"attention={asked} has no float32 kernel; use attention=sdpa or precision=bf16")
         return "sdpa", "float32: flash kernels take 16-bit inputs only"
-    if (missing := packages.missing(asked)) is not None:
-        raise ImportError(f"attention={asked} needs {missing}; or take attention=auto, which uses what is there")
-    if asked == "cudnn" and (reason := attention_cudnn.unusable()) is not None:
-        raise ImportError(f"attention=cudnn: nvidia-cudnn-frontend is installed, but {reason}; take attention=auto")
-    return (asked, "asked for") if asked != "auto" else _fastest(torch.cuda.get_device_capability(device)[0])
+    return _fastest(torch.cuda.get_device_capability(device))
 
 
-def _fastest(generation: int) -> tuple[str, str]:
+def _refuse_unusable(asked: str, device: torch.device, dtype: torch.dtype) -> None:
+    """What the plan may have known, and what is known here alone."""
+    problem = attention_problem(
+        asked,
+        device=device.type,
+        precision="fp32" if dtype == torch.float32 else "bf16 or fp16",
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    if problem is None and (install := missing(asked)) is not None:
+        problem = missing_problem(asked, install)
+    if problem is None and asked == "cudnn" and (reason := attention_cudnn.unusable()) is not None:
+        text = f"attention=cudnn: nvidia-cudnn-frontend is installed, but {reason}"
+        problem = Problem(text, tries=("attention=auto",))
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def _fastest(capability: tuple[int, int]) -> tuple[str, str]:
     """The kernel that tests/bench measured to be the fastest on GPUs of a compute capability."""
-    if generation < AMPERE:
+    if capability < AMPERE:
         return "sdpa", "flash kernels need Ampere or newer"
     if torch.are_deterministic_algorithms_enabled():
         return "varlen", "PyTorch's own flash kernel gives the same numbers every time: train.deterministic=true"
-    if generation != HOPPER:
+    if capability[0] != HOPPER[0]:
         return "varlen", "PyTorch's own flash kernel; no other is measured on this GPU"
-    if packages.missing("cudnn") is not None:
+    if missing("cudnn") is not None:
         return "varlen", "PyTorch's own flash kernel; pip install nvidia-cudnn-frontend brings a faster one"
     reason = attention_cudnn.unusable()
     return (

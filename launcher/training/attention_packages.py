@@ -5,8 +5,6 @@ Shapes: T packed rows, K key rows of all segments, n heads, d head size; all tak
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,28 +12,6 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from launcher.training.attention_layout import Layout
-
-# Of each kernel: the file that its package must have, and how to install it. flash-attn-4 lies in a folder of the name
-# of flash-attn, so that the folder alone tells nothing.
-FILES = {
-    "cudnn": ("cudnn/__init__.py", "nvidia-cudnn-frontend: pip install nvidia-cudnn-frontend"),
-    "flash_attention_4": ("flash_attn/cute/interface.py", "flash-attn-4: pip install flash-attn-4"),
-    "flash_attention_3": ("flash_attn_interface.py", "flash-attn 3, built from the folder hopper of its repository"),
-    "flash_attention_2": ("flash_attn/__init__.py", "flash-attn: pip install flash-attn --no-build-isolation"),
-}
-
-
-def missing(kernel: str) -> str | None:
-    """What to install for a kernel, None where it is installed or is PyTorch's."""
-    if kernel not in FILES:
-        return None
-    file, how = FILES[kernel]
-    spec = importlib.util.find_spec(file.split("/")[0].removesuffix(".py"))
-    if spec is None:
-        return how
-    folders = [Path(folder).parent for folder in spec.submodule_search_locations or ()]
-    folders += [Path(spec.origin).parent] if spec.origin and not folders else []
-    return None if any((folder / file).is_file() for folder in folders) else how
 
 
 def flash_attn_2(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None, causal: bool = True) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, rows: Tensor) -> None:
     """Merge another call's result [T, n, d] and log-sum-exp [T, n] into the first's, in place, at these rows."""
-    if out.is_cuda:
+    if not out.is_cpu:
         return _kernels().merge_(out, lse, other, other_lse, rows)
     first, second = lse[rows], other_lse[rows]
     both = torch.logaddexp(first, second)
@@ -24,7 +24,7 @@ def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, rows: Ten
 
 def add_(total: Tensor, other: Tensor, rows: Tensor) -> None:
     """Add these rows of `other` [T, n, d] to `total`'s, in place."""
-    if total.is_cuda:
+    if not total.is_cpu:
         return _kernels().add_(total, other, rows)
     total[rows] += other[rows]
 
@@ -36,7 +36,7 @@ def sum_rows(
 
     `derived` keeps the order of rows for further layers of the micro-batch.
     """
-    if first.is_cuda:
+    if not first.is_cpu:
         if "order" not in derived:
             ascending, order = rows.sort(stable=True)
             begins = torch.searchsorted(ascending, torch.arange(length + 1, device=rows.device))

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from launcher.attention_needs import PADDED
 from launcher.errors import ExitCode, MachineError, Problem
 from launcher.measured import RATES, VERSION
 from launcher.rundir import write_json
@@ -85,7 +86,7 @@ def attention_tflops(device: torch.device, length: int = LENGTH, heads: int = HE
         torch.randn(2 * length, n, HEAD_DIM, device=device, dtype=torch.bfloat16) for n in (heads, key_heads, key_heads)
     )
     rows = [(0, length), (length, 2 * length)]
-    layout = make_layout(rows, [(0, 0)] * 2, padded=kernel in ("sdpa", "reference")).to(device)
+    layout = make_layout(rows, [(0, 0)] * 2, padded=kernel in PADDED).to(device)
     attend = KERNELS[kernel]
     pairs = 2 * length * (length + 1) / 2
     return 4.0 * heads * HEAD_DIM * pairs / seconds_of(lambda: attend(q, k, v, layout, None), device, budget_s) / 1e12

@@ -7,7 +7,9 @@ matched with transformers' own rules; what they would have to compute on the way
 
 from __future__ import annotations
 
+import hashlib
 import re
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +17,11 @@ from typing import Any
 
 import torch
 
+from launcher.errors import MachineError, Problem
 from launcher.training.weightfiles import Part, Stored, Unreadable, read_parts, stored_tensors
 
 GENERATION = "generation_config.json"
+Gather = Callable[[Any], list[Any]]  # every rank's value, on every rank
 
 
 class NotDirect(Exception):
@@ -32,34 +36,72 @@ class Direct:
     read_bytes: int
 
 
-def load_direct(
-    model_class: Any,
-    folder: Path,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    deepspeed: Mapping[str, Any] | None = None,
-    turn: float = 0.0,
-) -> Direct:
-    """The model in `folder`, what `model_class.from_pretrained(folder, dtype=dtype)` gives, with weights on `device`.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Matched:
+    """A model without weights, and where in its files they are."""
 
-    `deepspeed` (a finished configuration of ZeRO-3): each rank holds its shard only, where DeepSpeed would put it.
-    `turn`: see read_parts. Raises NotDirect before anything is read, OSError.
+    folder: Path
+    model: Any
+    places: Mapping[torch.nn.Parameter, Stored]
+
+    def digests(self) -> dict[str, str]:
+        """Of each file by its name: what it holds, and where."""
+        held: dict[str, list[str]] = {}
+        for stored in self.places.values():
+            held.setdefault(stored.file.name, []).append(f"{stored.start} {stored.shape} {stored.dtype}")
+        return {name: hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest() for name, lines in held.items()}
+
+
+def match(model_class: Any, folder: Path, dtype: torch.dtype, *, deepspeed: Mapping[str, Any] | None = None) -> Matched:
+    """A model without weights, and which tensors of `folder` it gets; reads no more than headers.
+
+    `deepspeed`: see fill. Raises NotDirect, Damaged.
     """
     if not folder.is_dir():
         raise NotDirect(f"{folder} is no folder")
+    if deepspeed is not None:
+        _check_shards(deepspeed)
     try:
         stored = stored_tensors(folder)
     except Unreadable as error:
         raise NotDirect(str(error)) from error
     model = _without_weights(model_class, folder, dtype)
-    places = _places(model, _renamed(model, stored), dtype)
+    return Matched(folder=folder, model=model, places=_places(model, _renamed(model, stored), dtype))
+
+
+def fill(
+    matched: Matched, device: torch.device, *, deepspeed: Mapping[str, Any] | None = None, turn: float = 0.0
+) -> Direct:
+    """The model, what from_pretrained gives, with its weights read to `device`.
+
+    `deepspeed` (a finished configuration of ZeRO-3): each rank holds its shard only, where DeepSpeed would put it;
+    collective, and ranks must have agreed before. `turn`: see read_parts. Raises OSError.
+    """
+    model, places = matched.model, matched.places
     parts = list(_sharded(model, places, deepspeed, device) if deepspeed else _whole(model, places, device))
     read_bytes = read_parts(parts, turn=turn)
     buffers_to(model, device)
-    if (folder / GENERATION).is_file():
-        model.generation_config = type(model.generation_config).from_pretrained(folder)
+    if (matched.folder / GENERATION).is_file():
+        model.generation_config = type(model.generation_config).from_pretrained(matched.folder)
     return Direct(model.eval(), read_bytes)
+
+
+def agreed(gather: Gather, matched: Matched | None, reason: str) -> str:
+    """Why no rank reads its weights directly, "" where all do; `reason` is this rank's, which then has no Matched.
+
+    Collective. Raises MachineError on every rank where files differ.
+    """
+    told = gather((socket.gethostname(), {} if matched is None else matched.digests(), reason))
+    for rank, (host, _, why) in enumerate(told):
+        if why:
+            return str(reason or f"rank {rank} on {host} says: {why}")
+    first_host, first, _ = told[0]
+    for rank, (host, digests, _) in enumerate(told):
+        if digests != first:
+            name = min(name for name in first.keys() | digests.keys() if first.get(name) != digests.get(name))
+            text = f"the weight files of rank {rank} on {host} are not those of rank 0 on {first_host}: {name} differs"
+            raise MachineError(Problem(text, tries=("the same files in model.path=FOLDER on every host",)))
+    return ""
 
 
 def _without_weights(model_class: Any, folder: Path, dtype: torch.dtype) -> Any:
@@ -161,11 +203,6 @@ def _sharded(
     model: Any, places: Mapping[torch.nn.Parameter, Stored], config: Mapping[str, Any], device: torch.device
 ) -> Iterator[Part]:
     """Give every parameter its shard of this rank; what has to be read into it."""
-    zero = config.get("zero_optimization", {})
-    if offload_of(config) == "nvme":
-        raise NotDirect("its shards lie on NVMe")
-    if zero.get("zero_quantized_weights") or zero.get("zero_quantized_nontrainable_weights"):
-        raise NotDirect("its shards are quantized")
     shard = sharder(config)
     new: dict[torch.nn.Parameter, Any] = {}  # DeepSpeed gives parameters attributes of its own
     for old in places:
@@ -177,6 +214,14 @@ def _sharded(
             first, count = share(stored.numel, held.ds_numel, place)
             if count:
                 yield Part(stored=stored, first=first, target=held.detach().view(-1)[:count])
+
+
+def _check_shards(config: Mapping[str, Any]) -> None:
+    zero = config.get("zero_optimization", {})
+    if offload_of(config) == "nvme":
+        raise NotDirect("its shards lie on NVMe")
+    if zero.get("zero_quantized_weights") or zero.get("zero_quantized_nontrainable_weights"):
+        raise NotDirect("its shards are quantized")
 
 
 def _held(parameter: Any) -> Iterator[tuple[Any, int]]:

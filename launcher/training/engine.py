@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
+from launcher.attention_needs import PADDED
 from launcher.errors import ConfigError, Problem, TrainingError
 from launcher.families import family_of
 from launcher.kernels import fused_layers, kernel_problems
 from launcher.spec import OptimConfig, RunPlan
 from launcher.training import attention, backbone, heads, models, processors, scoring, tuning, warmstart
 from launcher.training.batching import MicroBatch
+from launcher.training.direct import Gather
 from launcher.training.fused import layer
 from launcher.training.losses import loss_of
 from launcher.training.runtime import Rank
@@ -21,10 +23,17 @@ from launcher.training.timing import Stopwatch
 from launcher.training.vision_sight import make_sight
 
 
-def build_scorer(plan: RunPlan, processor: Any, device: torch.device) -> scoring.Scorer:
-    """The plan's model, tuned as asked, with its attention kernel installed; not yet in an engine."""
+def build_scorer(
+    plan: RunPlan, processor: Any, device: torch.device, gather: Gather = lambda value: [value]
+) -> scoring.Scorer:
+    """The plan's model, tuned as asked, with its attention kernel installed; not yet in an engine.
+
+    `gather` gives every rank's value where there are several.
+    """
     tune, family = plan.config.tune, family_of(plan.config.model, plan.arch)
-    if problems := kernel_problems(plan.config, family):
+    # The oldest GPU of the run decides for all: what fused layers gather under ZeRO-3 is gathered by every rank.
+    oldest = min(gather(torch.cuda.get_device_capability(device))) if device.type == "cuda" else None
+    if problems := kernel_problems(plan.config, family, oldest):
         raise ConfigError(*problems)
     begins = plan.config.model.adapter is not None and plan.resume_from is None  # a checkpoint has newer ones
     adapter = Path(str(plan.config.model.adapter)) if begins else None
@@ -33,19 +42,20 @@ def build_scorer(plan: RunPlan, processor: Any, device: torch.device) -> scoring
     ids = processors.token_ids(processor)
     dtype = models.DTYPES[plan.precision]
     sharded = zero_stage(plan) == 3
-    special_ids = processors.special_ids(processor)
-    model = models.load_model(
-        plan, special_ids, device, partitioned=sharded, quantized=tune.name == "qlora", to_device=True
-    )
-    kernel, reason = attention.choose_kernel(plan.config.attention.name, device, dtype)
+    kernel, reason = attention.choose_kernel(plan.config.attention.name, device, dtype)  # or refuse, before it loads
     print(f"attention: {kernel} ({reason})")
-    padded = kernel in ("sdpa", "reference")
+    special_ids = processors.special_ids(processor)
+    few_bits = tune.name == "qlora"
+    model = models.load_model(
+        plan, special_ids, device, partitioned=sharded, quantized=few_bits, to_device=True, gather=gather
+    )
+    padded = kernel in PADDED
     language, tower = backbone.language_of(model.model), backbone.tower_of(model.model)
     attention.install(language, tower, kernel, layout_padded=padded, packed=not family.recurrent)
     with models.seeded(plan.config.train.seed, device):  # adapters and heads begin equal on every rank
         tuned = tuning.apply_tuning(model, tune, family, dtype)
         head = heads.make_head(plan, model, ids, device)
-    fused, why = fused_layers(plan.config, family, device.type)
+    fused, why = fused_layers(plan.config, family, device.type, oldest)
     print(f"decoder layers: {'fused' if fused else 'plain'} ({why})")
     if fused:
         layer.install(language, kernel)

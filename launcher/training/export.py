@@ -78,7 +78,8 @@ def export_from_checkpoint(
 def _write_merged(plan: RunPlan, processor: Any, masters: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     ids = processors.token_ids(processor)
     # Random weights depend on the kind of device, so the base is built where the run built it.
-    model = models.load_model(plan, processors.special_ids(processor), torch.device(plan.device)).cpu()
+    device, cpu = torch.device(plan.device), torch.device("cpu")
+    model = models.load_model(plan, processors.special_ids(processor), device, large_on=cpu).cpu()
     left = put_masters(
         model,
         masters,

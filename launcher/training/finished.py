@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from launcher.errors import ConfigError, Problem
@@ -69,10 +70,10 @@ def load(plan: RunPlan, weights: Path) -> Finished:
         check_base(plan, read_json(weights / "state.json"), weights)
         _put(scorer, read_masters(weights), weights)
     elif (weights / adapters.WEIGHTS).is_file():
-        saved = load_file(weights / adapters.WEIGHTS)
+        saved = _read(weights / adapters.WEIGHTS)
         _put(scorer, ((adapters.scorer_name(name), value) for name, value in saved.items()), weights)
     if (weights / HEAD).is_file():
-        _put(scorer, load_file(weights / HEAD).items(), weights, whole=False)
+        _put(scorer, _read(weights / HEAD).items(), weights, whole=False)
     scorer.to(device).eval()
     said: list[str] = []
     maker = StepMaker(
@@ -86,6 +87,14 @@ def load(plan: RunPlan, weights: Path) -> Finished:
         known=scorer.knows,
     )
     return Finished(plan, scorer, maker, Alone(device), said)
+
+
+def _read(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        text = f"{file} is damaged: {str(error).strip()}"
+        raise ConfigError(Problem(text, tries=("python -m launcher export RUN   (writes it again)",))) from error
 
 
 @torch.no_grad()

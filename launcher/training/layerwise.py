@@ -12,16 +12,26 @@ from typing import Any
 
 import torch
 
+from launcher.arithmetic import MOST_WHOLE
 from launcher.training.direct import buffers_to, offload_of, replace, sharder, shards_on
 
-# Smaller ones are made whole, as transformers makes them: an 80 GB GPU holds so many in bf16, with room for a shard.
-MOST_WHOLE = 32_000_000_000  # parameters
+__all__ = ["MOST_WHOLE", "fill"]
 
 
-def fill(model: Any, device: torch.device, *, seed: int, deepspeed: Mapping[str, Any] | None = None) -> Any:
-    """Give a model from `direct.structure` its weights, by transformers' own rules for each kind of module."""
+def fill(
+    model: Any,
+    device: torch.device,
+    *,
+    seed: int,
+    deepspeed: Mapping[str, Any] | None = None,
+    rests_on: torch.device | None = None,
+) -> Any:
+    """Give a model from `direct.structure` its weights, by transformers' own rules for each kind of module.
+
+    They are made on `device`, and stay there, or `rests_on` another, or as a shard of `deepspeed`'s.
+    """
     shard = sharder(deepspeed) if deepspeed else None
-    rests_on = shards_on(deepspeed, device) if deepspeed else device
+    rests_on = shards_on(deepspeed, device) if deepspeed else rests_on or device
     if deepspeed and offload_of(deepspeed) == "nvme":
         rests_on = torch.device("cpu")
     new: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
@@ -37,11 +47,11 @@ def fill(model: Any, device: torch.device, *, seed: int, deepspeed: Mapping[str,
         replace(module, new, recurse=False)
         _initialize(owners[_owner(name, owners)], model, name, device, seed)
         for parameter in whole.values():
+            parameter.data = parameter.data.to(rests_on)
             if shard is not None:
-                parameter.data = parameter.data.to(rests_on)
                 shard(parameter)
     replace(model, new)
-    buffers_to(model, device)
+    buffers_to(model, device if shard is not None else rests_on)
     return model
 
 

@@ -256,17 +256,22 @@ def _read(folder: Path) -> Lengths:
 
     table = pa.ipc.open_file(pa.memory_map(str(folder / "lengths.arrow"))).read_all().combine_chunks()
     names = ("prefix", "positives", "cut", "shrunk", *ROW_COUNTS)
-    columns = {name: table[name].to_numpy() for name in names}
+    columns = {name: _numbers(_whole(table[name])) for name in names}
     lists = {name: _whole(table[name]) for name in ("prompts", *PROMPT_COUNTS)}
     unfit = {int(row): why for row, why in read_json(folder / "unfit.json").items()}
-    count = np.diff(lists["prompts"].offsets.to_numpy()).astype(np.int32)
-    columns |= {name: found.values.to_numpy() for name, found in lists.items()}
+    count = np.diff(_numbers(lists["prompts"].offsets)).astype(np.int32)
+    columns |= {name: _numbers(found.values) for name, found in lists.items()}
     counts = Counts(**{name: columns.pop(name) for name in (*ROW_COUNTS, *PROMPT_COUNTS)})
     return Lengths(count=count, unfit=unfit, counts=counts, **columns)
 
 
+def _numbers(array: Any) -> np.ndarray:
+    """pyarrow's numbers as numpy's, where they lie; its own to_numpy imports pandas for it, where that is installed."""
+    return np.from_dlpack(array)
+
+
 def _whole(column: Any) -> Any:
-    """A table's column of lists as one array."""
+    """A table's column as one array."""
     found = column.combine_chunks()
     return found.chunk(0) if hasattr(found, "chunk") else found
 

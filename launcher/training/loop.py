@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from launcher.training import checkpoint, evaluate, export, health, processors
 from launcher.training.chats import with_classes
 from launcher.training.check import note_bad_rows
 from launcher.training.encoding import make_encoder
-from launcher.training.engine import build_scorer, loss_scale, make_engine, optimizer_step
+from launcher.training.engine import build_scorer, loss_scale, make_engine, optimizer_step, zero_stage
 from launcher.training.evaluate import Outputs, score_rows
 from launcher.training.metriclog import MetricLog
 from launcher.training.models import DTYPES
@@ -37,20 +38,28 @@ from launcher.training.speeds import measured_speeds
 from launcher.training.steps import Step, StepMaker, training_steps
 from launcher.training.timing import DATA_WAIT, Stopwatch, over_ranks, peak_memory_gib
 from launcher.training.tuning import trainable_by_part
+from launcher.training.warmup import Warmup, local_device
 
 SHOWN_ROWS = 20  # of those left out, in a rank's log
 
 
-def train(plan: RunPlan, run: RunDir, status: RankStatus) -> None:
-    """Train as the plan says; returns when done or, after a requested stop, saved."""
+def train(plan: RunPlan, run: RunDir, status: RankStatus, compiling: subprocess.Popen[bytes] | None = None) -> None:
+    """Train as the plan says; returns when done or, after a requested stop, saved.
+
+    `compiling` compiles kernels meanwhile (launcher.training.warmup).
+    """
     log = MetricLog(run, int(os.environ["RANK"]), status)
     log.phase("reading data")
+    warmup = Warmup.start(plan, local_device(plan), compiling)
     # Before the ranks are a group: one of them may work for long, and no time limit runs for the others.
     prepared = {split: prepare(plan, split, status.beat) for split in SPLITS}
     with distributed(plan) as rank:
         memory = MemoryWatch(plan, rank.device)
+        if zero_stage(plan) == 3:
+            warmup.wait(status.beat)
         with memory.told():
             trainer = Trainer.build(plan, run, rank, status, log, prepared, memory)
+            warmup.wait(status.beat)
             resume_collection()
             stopped = trainer.fit()
         trainer.engine.destroy()
@@ -110,7 +119,7 @@ class Trainer:
         processor = processors.load_processor(plan)
         encoder = make_encoder(plan, processor)
         log.phase("loading model")
-        scorer = build_scorer(plan, processor, rank.device)
+        scorer = build_scorer(plan, processor, rank.device, rank.gather)
         log.phase("starting DeepSpeed")
         memory.at("starting DeepSpeed")
         rank.gather(None)  # here a slow reader is waited for; DeepSpeed's own NCCL groups give up after 10 minutes
@@ -343,7 +352,9 @@ class Trainer:
 
     def _finish(self, stopped: bool) -> bool:
         """Evaluate and save what the end, or a stop, asks for; true when it was a stop."""
-        options = self.plan.config.checkpoint
+        options, sight = self.plan.config.checkpoint, self.engine.module.sight
+        if sight is not None and sight.cache is not None:
+            print(f"kept features: {sight.cache.told()}", flush=True)
         if not stopped:
             if self.units == 0:
                 raise _no_usable_row("dataset.train")

@@ -17,7 +17,7 @@ from launcher.errors import ConfigError, Problem
 from launcher.families import Family, family_of
 from launcher.hubs import model_source, weights_folder
 from launcher.spec import RunPlan
-from launcher.training import direct, layerwise, layouts, quantize
+from launcher.training import direct, layerwise, layouts, quantize, weightfiles
 
 TEXT_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of special_ids: what a model without a tower has
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -31,19 +31,24 @@ def load_model(
     partitioned: bool = False,
     quantized: bool = False,
     to_device: bool = False,
+    gather: direct.Gather = lambda value: [value],
+    large_on: torch.device | None = None,
 ) -> Any:
     """The model of a plan, nothing frozen, in the plan's precision.
 
     Random weights are a function of `train.seed` and the device kind: every rank builds the same ones.
     `partitioned` (ZeRO-3) shards pretrained weights over the ranks while they load: no rank holds them all.
-    `to_device`: pretrained weights come straight to `device`, or as this rank's shard, where `direct` can read them.
+    `to_device`: pretrained weights come straight to `device`, or as this rank's shard, where `direct` can read them;
+    `gather` lets the ranks decide that alike.
+    `large_on`: a random model too large for a GPU is kept there, made on `device` module by module.
     `quantized` (tune.name=qlora) gives the language model's linear layers 4 bits, on `device`; an export's base is not.
     `special_ids` are the tokenizer's ids of the image and vision tokens, which the config must agree with.
     """
     model_class, tune = _model_class(plan), plan.config.tune
     family, dtype = family_of(plan.config.model, plan.arch), DTYPES[plan.precision]
     if plan.config.model.weights == "random":
-        if not quantized and (large := _large(plan, special_ids, device, partitioned=partitioned)) is not None:
+        large = None if quantized else _large(plan, special_ids, device, large_on, partitioned=partitioned)
+        if large is not None:
             return large
         with seeded(plan.config.train.seed, device), device:
             model = model_class._from_config(model_config(plan, special_ids), dtype=dtype)
@@ -55,7 +60,7 @@ def load_model(
         return model
     source = model_source(plan.config.model)
     if to_device and not quantized:
-        model = _read_direct(plan, model_class, source, device, partitioned=partitioned)
+        model = _read_direct(plan, model_class, source, device, gather, partitioned=partitioned)
         if model is not None:
             return model
     options = quantize.loading_options(family, tune, dtype, device) if quantized else {}
@@ -67,7 +72,9 @@ def load_model(
                 source, dtype=dtype, output_loading_info=True, trust_remote_code=False, use_safetensors=True, **options
             )
     except (OSError, SafetensorError) as error:
-        raise _unusable(f"the weights of {source} cannot be loaded: {str(error).strip()}") from error
+        folder = weights_folder(plan.config.model)
+        damage = None if folder is None else weightfiles.damage(folder)  # safetensors does not name the file
+        raise _unloadable(source, damage or error) from error
     missing = [key for key in info["missing_keys"] if not (key == "lm_head.weight" and _tied(model))]
     if missing or info["unexpected_keys"] or info["mismatched_keys"]:
         raise _unusable(
@@ -79,38 +86,52 @@ def load_model(
     return model
 
 
-def _read_direct(plan: RunPlan, model_class: Any, source: str, device: torch.device, *, partitioned: bool) -> Any:
+def _read_direct(
+    plan: RunPlan, model_class: Any, source: str, device: torch.device, gather: direct.Gather, *, partitioned: bool
+) -> Any:
     """The model with its weights where training needs them; None, the reason printed, where transformers must load."""
-    folder = weights_folder(plan.config.model)
+    folder, dtype = weights_folder(plan.config.model), DTYPES[plan.precision]
     local = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_SIZE", "1"))
-    begun = time.monotonic()
+    begun, shards = time.monotonic(), plan.deepspeed if partitioned else None
+    matched, reason = None, f"{source} is not on this machine's disk"
     try:
-        if folder is None:
-            raise direct.NotDirect(f"{source} is not on this machine's disk")
-        found = direct.load_direct(
-            model_class,
-            folder,
-            DTYPES[plan.precision],
-            device,
-            deepspeed=plan.deepspeed if partitioned else None,
-            turn=0.0 if partitioned else local[0] / local[1],
-        )
-    except direct.NotDirect as reason:
+        if folder is not None:
+            matched = direct.match(model_class, folder, dtype, deepspeed=shards)
+            reason = ""
+    except direct.NotDirect as error:
+        reason = str(error)
+    except OSError as error:
+        raise _unloadable(source, error) from error
+    reason = direct.agreed(gather, matched, reason)
+    if reason or matched is None:
         print(f"weights: loaded by transformers ({reason})")
         return None
+    try:
+        found = direct.fill(matched, device, deepspeed=shards, turn=0.0 if partitioned else local[0] / local[1])
     except OSError as error:
-        raise _unusable(f"the weights of {source} cannot be loaded: {error}") from error
+        raise _unloadable(source, error) from error
     text, seconds = f"{found.read_bytes / 1e9:,.2f} GB", time.monotonic() - begun
     print(f"weights: {text} read straight to {device} in {seconds:.2f} s", flush=True)
     return found.model
 
 
-def _large(plan: RunPlan, special_ids: dict[str, int], device: torch.device, *, partitioned: bool) -> Any:
+def _large(
+    plan: RunPlan, special_ids: dict[str, int], device: torch.device, kept_on: torch.device | None, *, partitioned: bool
+) -> Any:
     """A model too large to be made whole, with random weights; None for a smaller one."""
     model = direct.structure(_model_class(plan), model_config(plan, special_ids), DTYPES[plan.precision])
     if sum(parameter.numel() for parameter in model.parameters()) <= layerwise.MOST_WHOLE:
         return None
-    return layerwise.fill(model, device, seed=plan.config.train.seed, deepspeed=plan.deepspeed if partitioned else None)
+    shards = plan.deepspeed if partitioned else None
+    return layerwise.fill(model, device, seed=plan.config.train.seed, deepspeed=shards, rests_on=kept_on)
+
+
+def _unloadable(source: str, error: Exception) -> ConfigError:
+    """A damaged file is named in its error."""
+    text = str(error).strip()
+    if isinstance(error, weightfiles.Damaged):
+        return ConfigError(Problem(text, tries=("copy or download that file again", "model.path=FOLDER")))
+    return _unusable(f"the weights of {source} cannot be loaded: {text}")
 
 
 def _unusable(text: str) -> ConfigError:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from launcher.arithmetic import logit_rows
+from launcher.kernels import without_triton
 
 # A slope's rows are kept for the backward pass before the loss's scale is known, so in float16, whose smallest number
 # is 6e-8, they are kept larger by this much. Sums with any head's weights stay far below float16's largest, 65,504.
@@ -110,7 +111,7 @@ def statistics(logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     The last two are not added up: of a token that is all but certain, rounding would leave nothing of 1 - p.
     """
-    if logits.is_cuda:
+    if _has_kernels(logits):
         return _kernels().statistics(logits, wanted)  # type: ignore[no-any-return]
     wide = logits.to(_wide(logits))
     top = wide.amax(dim=-1)
@@ -120,7 +121,7 @@ def statistics(logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def slope_(logits: Tensor, wanted: Tensor, top: Tensor, log_sum: Tensor, factor: Tensor) -> None:
     """Replaces logits [R, V] by (softmax - one-hot of wanted) * factor; all others [R]."""
-    if logits.is_cuda:
+    if _has_kernels(logits):
         _kernels().slope_(logits, wanted, top, log_sum, factor)
         return
     slope = (logits - top[:, None] - log_sum[:, None]).exp()
@@ -136,6 +137,12 @@ def add_product_(sums: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(sums, a, b, out_dtype=sums.dtype, out=sums)
     else:
         sums += a @ b
+
+
+def _has_kernels(tensor: Tensor) -> bool:
+    """On GPUs that Triton knows, and where a step is only looked at for what it would start (meta)."""
+    old = tensor.is_cuda and without_triton(torch.cuda.get_device_capability(tensor.device)) is not None
+    return not tensor.is_cpu and not old
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -34,6 +34,7 @@ class FeatureCache:
         self._slab: Tensor | None = None  # [rows, K, C], the one being filled
         self._next: Future[Tensor] | None = None  # pinning takes a while: the slab after it is made in a thread
         self._used = 0  # rows of the slab
+        self._kept_bytes = self._asked = self._found = 0
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="pin")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -42,6 +43,17 @@ class FeatureCache:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    def count(self, found: int, asked: int) -> None:
+        """Note that so many of the images of a micro-batch were here."""
+        self._found, self._asked = self._found + found, self._asked + asked
+
+    def told(self) -> str:
+        """What it holds and what it was good for."""
+        share = 100 * self._found / max(1, self._asked)
+        full = ", and it is full" if self._slabs_left <= 0 and self._next is None else ""
+        held = f"{len(self):,} images in {self._kept_bytes / 2**30:,.2f} GiB{full}"
+        return f"{held}; of {self._asked:,} that were needed, {self._found:,} were here ({share:.0f} %)"
 
     def put(self, key: MediaKey, features: Tensor) -> None:
         """Keep a copy of features [V, K, C], if there is room; what is kept already stays."""
@@ -55,6 +67,7 @@ class FeatureCache:
                 place.copy_(features, non_blocking=True)
             features.record_stream(self._stream)
         self._kept[key] = place
+        self._kept_bytes += features.nbytes
 
     def take(self, keys: Sequence[MediaKey]) -> list[Tensor]:
         """The features of images that are kept, each [V, K, C] on the device."""

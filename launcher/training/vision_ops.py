@@ -18,7 +18,7 @@ from torch import Tensor, nn
 def turn_(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Turn queries and keys in place: qkv [P, 3, n, d], contiguous; cos and sin [P, d / 2] float32, alike for all
     heads, of the first and of the second half of a head."""
-    if qkv.is_cuda:
+    if not qkv.is_cpu:
         return _kernels().turn_(qkv, cos, sin)
     first, second = qkv[:, :2].float().chunk(2, dim=-1)
     c, s = cos[:, None, None], sin[:, None, None]
@@ -31,7 +31,7 @@ def add_norm_(x: Tensor, delta: Tensor | None, norm: Any) -> Tensor:
     rms = not isinstance(norm, nn.LayerNorm)
     eps = norm.variance_epsilon if rms else norm.eps
     weight, bias = norm.weight, None if rms else norm.bias
-    if x.is_cuda:
+    if not x.is_cpu:
         return _kernels().add_norm_(x, delta, weight, bias, eps)
     if delta is not None:
         x += delta
@@ -51,7 +51,7 @@ def gelu_linear(x: Tensor, linear: nn.Linear) -> Tensor:
 
 def silu_times_(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up [P, F], in the place of `gate`."""
-    if gate.is_cuda:
+    if not gate.is_cpu:
         return _kernels().silu_times_(gate, up)
     return F.silu(gate, inplace=True).mul_(up)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from launcher.attention_needs import PADDED
 from launcher.errors import ConfigError, Problem
 from launcher.families import Family
 from launcher.training import attention
@@ -66,6 +67,7 @@ class Sight:
     def _with_kept(self, batch: MicroBatch, cache: FeatureCache, always: bool) -> Features:
         kept = {key for key in batch.media if key in cache}
         new = [key for key in batch.media if key not in kept]
+        cache.count(len(kept), len(batch.media))
         pieces: dict[MediaKey, Tensor] = {}
         if new:
             merged, deep = self.compute(_patches_of(batch, new), [grid for _, grid in new])
@@ -102,7 +104,7 @@ def make_sight(tower: Any, family: Family, kernel: str, cache_gib: float, device
 
 def attend_with(kernel: str) -> Attend:
     """A kernel of launcher.training.attention for whole images: not causal, no prefix."""
-    if kernel in ("sdpa", "reference"):
+    if kernel in PADDED:
         return lambda q, k, v, layout, scale: attention._whole_images(q, k, v, layout.cu_q, scale)
     function = attention.KERNELS[kernel]
     return lambda q, k, v, layout, scale: function(q, k, v, layout, scale, causal=False)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from launcher.families import Family
+from launcher.kernels import without_triton
 from launcher.training import vision_ops as ops
 from launcher.training.attention import Layout
 from launcher.training.media import Grid
@@ -45,6 +46,10 @@ def why_plain(tower: Any, family: Family, *, partitioned: bool = False) -> str |
         return f"its class is {type(tower).__name__} with {tower.config.hidden_act}, which has no fast path"
     if partitioned or any(hasattr(parameter, "ds_id") for parameter in tower.parameters()):
         return "ZeRO-3 gathers its weights as its modules are called"
+    weight = next(tower.parameters())
+    capability = torch.cuda.get_device_capability(weight.device) if weight.is_cuda else None
+    if (old := without_triton(capability)) is not None:
+        return old
     if any(p.requires_grad for name, p in tower.named_parameters() if "merger" not in name):
         return "it trains"
     if kinds := {type(m).__name__ for m in tower.blocks.modules() if isinstance(m, nn.Linear)} - {"Linear"}:

@@ -7,6 +7,7 @@ its own part and nothing else; the ranks of a host share the disk's work through
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -26,6 +27,10 @@ MOST_THREADS = 8
 
 class Unreadable(Exception):
     """The files are not of the kind that is read here; the text says how."""
+
+
+class Damaged(OSError):
+    """A file that is not whole, whatever its kind; the text names it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,39 +58,60 @@ class Part:
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a model's folder by its name there. Raises Unreadable."""
-    index = folder / INDEX
-    try:
-        if index.is_file():
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        else:
-            names = [SINGLE]
-        found: dict[str, Stored] = {}
-        for name in names:
-            found |= _header(folder / name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Unreadable(f"{folder} cannot be read: {error}") from error
+    """Every tensor of a model's folder by its name there. Raises Unreadable, Damaged."""
+    found: dict[str, Stored] = {}
+    for file in _files(folder):
+        found |= _header(file)
     return found
 
 
+def damage(folder: Path) -> Damaged | None:
+    """The first file of a model's folder that is not whole."""
+    with contextlib.suppress(Unreadable):
+        for file in _files(folder):
+            try:
+                _header(file)
+            except Damaged as error:
+                return error
+            except Unreadable:
+                continue
+    return None
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / INDEX
+    try:
+        if not index.is_file():
+            return [folder / SINGLE]
+        return sorted({folder / name for name in json.loads(index.read_bytes())["weight_map"].values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Unreadable(f"{index} cannot be read: {error}") from error
+
+
 def _header(file: Path) -> dict[str, Stored]:
-    with open(file, "rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        size = os.fstat(opened.fileno()).st_size
-        if length > size:
-            raise ValueError(f"{file.name} is no safetensors file, or cut short")
-        entries = json.loads(opened.read(length))
+    try:
+        with open(file, "rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            size = os.fstat(opened.fileno()).st_size
+            text = opened.read(length) if length <= size else b""
+    except OSError as error:
+        raise Unreadable(f"{file} cannot be read: {error.strerror}") from error
     found = {}
-    for name, entry in entries.items():
-        if name == "__metadata__":
-            continue
-        if entry["dtype"] not in DTYPES:
-            raise ValueError(f"{name} is {entry['dtype']}")
-        first, end = entry["data_offsets"]
-        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-        if end - first != math.prod(shape) * dtype.itemsize or 8 + length + end > size:
-            raise ValueError(f"{name} does not lie in {file.name} as its header says")
-        found[name] = Stored(file=file, start=8 + length + first, shape=shape, dtype=dtype)
+    try:
+        for name, entry in json.loads(text).items():
+            if name == "__metadata__":
+                continue
+            first, end = entry["data_offsets"]
+            if 8 + length + end > size:
+                raise Damaged(f"{file} is cut short: it has {size:,} bytes, and {name} lies beyond them")
+            if entry["dtype"] not in DTYPES:
+                raise Unreadable(f"{name} is {entry['dtype']}")
+            dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+            if end - first != math.prod(shape) * dtype.itemsize:
+                raise Damaged(f"{file} is damaged: {name} does not lie in it as its header says")
+            found[name] = Stored(file=file, start=8 + length + first, shape=shape, dtype=dtype)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{file} is damaged, or no safetensors file: its header cannot be read") from error
     return found
 
 

@@ -136,15 +136,22 @@ def execute(argv: list[str], folder: Path, budget_s: float) -> tuple[float, floa
         try:
             process.wait(timeout=budget_s)
         except subprocess.TimeoutExpired:
-            for _ in range(2):  # the first asks for a stop, the second for an end at once
-                process.send_signal(signal.SIGTERM)
-                time.sleep(1)
-            try:
-                process.wait(timeout=30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            pass
+        finally:  # also when this program is told to end
+            if process.poll() is None:
+                _end(process)
     return begun, time.time()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    for _ in range(2):  # the first asks for a stop, the second for an end at once
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1)
+    try:
+        process.wait(timeout=30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def last_words(folder: Path) -> str:

@@ -3,8 +3,9 @@
     python -m tests.bench.start_up MODEL_FOLDER OUT --gpus 1 --zero zero2
 
 Both train LoRA (r 8) on the same chats, one a rank, from the same weight files. MODEL_FOLDER holds config.json and
-safetensors; a tokenizer is put into it when it has none. A cold start is one after the page cache has given up the
-files of the model and of Python's packages. The two take turns.
+safetensors; a tokenizer is put into it when it has none. The two take turns. States: a cold start is one after the page
+cache has given up the files of the model and of Python's packages; both it and a warm one find Triton's cache empty,
+a kept one finds there what the tool's start before it has compiled.
 
 Physics: an interpreter that imports torch, transformers, peft and deepspeed takes `import s` below. The peer pays the
 part of torch and deepspeed three times in a row (`deepspeed`, its node launcher, each rank), we once, and less of it.
@@ -45,7 +46,7 @@ class Start:
     """When each stage was over, in seconds after the command."""
 
     stages: dict[str, float]
-    weights: str = ""  # what our rank 0 says of reading them
+    said: tuple[str, ...] = ()  # what our rank 0 says of reading weights and of what it does beside
 
     @property
     def first_step_s(self) -> float:
@@ -68,7 +69,7 @@ def peer(options: argparse.Namespace, folder: Path) -> Start:
         str(marks),
         options.zero,
     ]
-    begun = _run(argv, folder, {})
+    begun = _run(argv, folder, {"TRITON_CACHE_DIR": str(options.out / "triton.peer")})
     return Start({line["stage"]: line["time"] - begun for line in _lines(marks)})
 
 
@@ -87,7 +88,8 @@ def ours(options: argparse.Namespace, folder: Path) -> Start:
     }
     argv = [sys.executable, "-m", "launcher", *OURS, *(f"{key}={value}" for key, value in words.items()), *options.set]
     up = time.time() - time.monotonic()
-    begun = _run(argv, folder, {"PYTHON_BENCH_FIRST_LINE": str(times)})
+    more = {"PYTHON_BENCH_FIRST_LINE": str(times), "TRITON_CACHE_DIR": str(options.out / "triton.ours")}
+    begun = _run(argv, folder, more)
     phases = {line["phase"]: line["time"] - begun for line in _lines(run.events) if line["event"] == "phase"}
     first = max(float(file.read_text()) for file in times.iterdir()) + up - begun
     (step,) = (line["time"] - begun for line in _lines(run.metrics) if line.get("step") == 1 and line["kind"] == "step")
@@ -101,8 +103,11 @@ def ours(options: argparse.Namespace, folder: Path) -> Start:
             "deepspeed.initialize": phases["training"],
             "first step": step,
         },
-        weights=" ".join(line for line in log.splitlines() if line.startswith("weights:")),
+        said=tuple(line for line in log.splitlines() if line.startswith(("weights:", "kernels:", "warm-up:"))),
     )
+
+
+TOOLS = {"peer": peer, "ours": ours}
 
 
 def _run(argv: Sequence[str], folder: Path, more: dict[str, str]) -> float:
@@ -171,8 +176,9 @@ def table(found: dict[tuple[str, str], list[Start]]) -> str:
             after = median(start.stages[stage] for start in starts)
             lines.append(f"    {after - before:6.2f}  {stage}")
             before = after
-        lines += [f"    {start.weights}" for start in starts[-1:] if start.weights]
-    for state in dict.fromkeys(state for state, _ in found):
+        lines += [f"    {text}" for start in starts[-1:] for text in start.said]
+    both = [state for state, tool in found if tool == "ours" and (state, "peer") in found]
+    for state in both:
         theirs, own = (median(s.first_step_s for s in found[state, tool]) for tool in ("peer", "ours"))
         lines.append(f"\n{state}: {theirs:.2f} / {own:.2f} s = {theirs / own:.2f}x sooner")
     return "\n".join(lines)
@@ -185,7 +191,9 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="a folder for what the commands write; removed first")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--zero", choices=["zero2", "zero3"], default="zero2")
-    parser.add_argument("--states", default="warm,cold", help="page caches to start with")
+    parser.add_argument("--states", default="warm,kept,cold", help="caches to start with")
+    parser.add_argument("--tools", default="peer,ours")
+    parser.add_argument("--imports", action=argparse.BooleanOptionalAction, default=True, help="time them alone first")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--words", type=int, default=400, help="of the chat that each rank trains on")
     parser.add_argument("--set", action="append", default=[], help="another KEY=VALUE for our command")
@@ -193,26 +201,28 @@ def main() -> None:
     shutil.rmtree(options.out, ignore_errors=True)
     options.out.mkdir(parents=True)
     options.rows = prepare(Path(options.model), options.out, options.gpus, options.words)
-    begun = time.monotonic()
-    subprocess.run([sys.executable, "-c", IMPORTS], check=True, capture_output=True)
-    print(f"import s: {time.monotonic() - begun:.2f} (page cache as it was found)", flush=True)
+    if options.imports:
+        begun = time.monotonic()
+        subprocess.run([sys.executable, "-c", IMPORTS], check=True, capture_output=True)
+        print(f"import s: {time.monotonic() - begun:.2f} (page cache as it was found)", flush=True)
     found: dict[tuple[str, str], list[Start]] = {}
     for state in options.states.split(","):
         for number in range(options.repeats):
-            for tool, start in (("peer", peer), ("ours", ours)):
+            for tool in options.tools.split(","):
                 folder = options.out / f"{state}.{number}.{tool}"
                 folder.mkdir()
                 if state == "cold":
                     forget(Path(options.model))
+                if state != "kept":
+                    shutil.rmtree(options.out / f"triton.{tool}", ignore_errors=True)
                 try:
-                    one = start(options, folder)
+                    one = TOOLS[tool](options, folder)
                 except RuntimeError as error:
                     print(f"{state} {tool}: {error}", flush=True)
                     continue
-                print(f"{state:5} {tool:5} {one.first_step_s:6.2f} s  {one.weights}", flush=True)
+                print(f"{state:5} {tool:5} {one.first_step_s:6.2f} s  {'; '.join(one.said)}", flush=True)
                 found.setdefault((state, tool), []).append(one)
-    pairs = {state for state, _ in found if {(state, "peer"), (state, "ours")} <= found.keys()}
-    print(table({key: starts for key, starts in found.items() if key[0] in pairs}))
+    print(table(found))
 
 
 if __name__ == "__main__":

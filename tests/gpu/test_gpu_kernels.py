@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from launcher.attention_needs import KERNELS as NEEDS
+from launcher.attention_needs import missing
 from launcher.training import processors
 from launcher.training.attention import KERNELS, Layout, make_layout, padded_attention
-from launcher.training.attention_packages import FILES, missing
 from launcher.training.batching import MicroBatch, collate, make_units
 from launcher.training.encoding import make_encoder
 from launcher.training.engine import build_scorer
@@ -26,7 +27,7 @@ from tests.zero_support import write_base
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
-INSTALLED = ["varlen", *(name for name in FILES if missing(name) is None)]
+INSTALLED = [name for name in NEEDS if missing(name) is None]
 Tensors = list[torch.Tensor]
 
 

@@ -260,7 +260,7 @@ def run_case(
     After the last step so many groups are scored, as an evaluation does it.
     """
     processor = processors.load_processor(plan)
-    scorer = build_scorer(plan, processor, rank.device)
+    scorer = build_scorer(plan, processor, rank.device, rank.gather)
     padded = scorer.padded
     engine = make_engine(scorer, plan)
     pixels = Pixels(processor)

@@ -46,13 +46,15 @@ class Joined:
     def forward(self, tape: Tape, rows: Form, *, wide: bool) -> tuple[Value, Held, Held]:
         """(the result, B where it is still to be added, the rows' product with A).
 
-        `wide`: the input has spare columns, so that one product adds what adapters do.
+        `wide`: the input has spare columns; without, it is copied into such for one product to add what adapters do.
         """
         h = self._product(tape, rows, self._a(tape)) if self.rank else []
         out = tape.new(rows, row_stride(self.outer, self.spare), self.width)
         for outer in self.outers if self.four_bit else ():
             self.weights(tape, self.inner * outer)  # in 16 bits, one by one
-        b = [] if wide and self.spare else self._b(tape)
+        if self.spare and not wide:
+            tape.new(rows, row_stride(self.inner, self.spare), self.width)
+        b = self._b(tape)
         if self.rank > INLINE_RANKS:
             b.clear()
         return out, b, h

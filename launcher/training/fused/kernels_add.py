@@ -62,11 +62,13 @@ def _add(  # type: ignore[no-untyped-def]
     first = tl.program_id(0) // across * ROWS
     rows, cols = tl.arange(0, ROWS)[:, None], tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
     inside = (rows < tokens - first) & (cols < D)[None, :]
+    kind = total.dtype.element_ty
     wide = load(x, x_row, first, rows * x_row + cols[None, :], inside).to(tl.float32)
-    wide += load(delta, delta_row, first, rows * delta_row + cols[None, :], inside).to(tl.float32)
+    more = load(delta, delta_row, first, rows * delta_row + cols[None, :], inside).to(tl.float32)
     if RANK > 0:
         ranks = tl.arange(0, RANKS)[None, :]
         h = load(h_ptr, h_row, first, rows * h_row + ranks, (rows < tokens - first) & (ranks < RANK))
-        wide += dot(h, load_b(b_ptr, b_row, b_rank, cols, cols < D, RANK, RANKS))
+        more += dot(h, load_b(b_ptr, b_row, b_rank, cols, cols < D, RANK, RANKS))
+        more = more.to(kind).to(tl.float32)
     to = total + first.to(tl.int64) * D + rows * D + cols[None, :]
-    tl.store(to, wide.to(total.dtype.element_ty), mask=inside)
+    tl.store(to, (wide + more).to(kind), mask=inside)

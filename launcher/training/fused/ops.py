@@ -1,7 +1,7 @@
 """What lies between the matrix products of a decoder layer, each in one pass over memory.
 
 On a GPU these are Triton kernels (launcher.training.fused.kernels); on CPU plain torch, which is also what the kernels
-are tested against. Every function computes in float32 and rounds once.
+are tested against. Every function computes in float32 and rounds its results.
 
 Shapes: T tokens, H hidden size, F inner size of the MLP, n and m heads of queries and of keys, d head size, R ranks of
 the adapters joined. A `Low` is what adapters add: `h @ b.T`, h [T, R] and b [D, R] for a result [T, D].
@@ -46,10 +46,14 @@ def add_norm(
 
 
 def add(x: Tensor, delta: Tensor, low: Low | None) -> Tensor:
-    """x + delta + low, [T, D]."""
+    """x + (delta + low, rounded), [T, D].
+
+    x and delta lie on grids, so that many of their sums lie half-way between two numbers; `low` added to the sum would
+    push all of these its own way, however small it is.
+    """
     if not x.is_cpu:
         return _kernels().add(x, delta, low)
-    return (_wide(x) + _plus(delta, low)).to(x.dtype)
+    return (_wide(x) + _plus(delta, low).to(x.dtype)).to(x.dtype)
 
 
 def norm_backward(

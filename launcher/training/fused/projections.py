@@ -131,12 +131,14 @@ class Joined:
     def forward(self, x: Tensor) -> tuple[Tensor, Low | None, Tensor | None]:
         """(x [T, K] times the weights, plus biases [T, D], what adapters add and is not added yet, x A' [T, R]).
 
-        Adapters are added where x has spare columns. The result has `spare` columns.
+        Adapters are added where weights lie together with them: x is copied if it has no spare columns. The result has
+        `spare` columns.
         """
         h = torch.mm(x, self.a().T) if self.rank else None
         out = new_rows(x, self.outputs, self.spare)
-        added = self._is_wide(x)
+        added = self.spare > 0 and len(x) > 0
         if h is not None and added:
+            x = x if self._is_wide(x) else new_rows(x, self.inputs, self.spare).copy_(x)
             torch.mm(_widened(x, h), self._upper().T, out=out)
         elif (weight := self._weight()) is not None:
             torch.mm(x, weight.T, out=out)

@@ -16,7 +16,7 @@ import time
 import types
 
 
-def train(plan, run, status):
+def train(plan, run, status, compiling=None):
     from launcher.fingerprint import fingerprint
 
     rank = int(os.environ["RANK"])
