@@ -132,7 +132,7 @@ def test_adapters_beside_frozen_weights_are_counted(tune: dict[str, Any], tmp_pa
     language = backbone.language_of(backbone.core_of(make_scorer(plan).model))
     joined = fused_layer._joined_of(language)
     weights = sum(m.base.weight.numel() for j in joined for m in j.members)
-    beside = sum(j.together.numel() for j in joined) - weights
+    beside = sum(j.together.untyped_storage().nbytes() // j.together.itemsize for j in joined) - weights
     frozen = states(setting_of(plan)).forward["frozen weights"]
     apart = states(
         setting_of(replace(plan, config=replace(plan.config, train=replace(plan.config.train, kernels="plain"))))

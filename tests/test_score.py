@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,8 @@ def test_each_row_has_its_line_and_what_cannot_be_read_has_no_score(run: RunDir,
     config = replace(plan.config, dataset=replace(plan.config.dataset, on_bad="skip"))
     from launcher.training.score import rows_to_score
 
-    groups = list(rows_to_score(config, str(run.path.parent / "rows.jsonl")))
+    drawn = replace(config, dataset=replace(config.dataset, format="digits"))  # as the demo's: its file has rows
+    groups = list(rows_to_score(drawn, str(run.path.parent / "rows.jsonl")))
     expected = packed_scores(plan, scorer, [groups[0]])  # type: ignore[list-item]
     assert lines[0]["logits"] == pytest.approx(expected.tolist(), abs=1e-5)
 
@@ -213,3 +215,17 @@ def test_a_push_without_a_token_stops_before_anything_is_written(monkeypatch: py
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere")
     with pytest.raises(ConfigError, match="no token"):
         push.check_push("a/b", public=False)
+
+
+@pytest.mark.parametrize("verb", ["score", "export"])
+def test_a_checkpoint_that_was_cut_short_is_named_before_anything_is_loaded(
+    run: RunDir, tmp_path: Path, verb: str
+) -> None:
+    checkpoint = RunDir(tmp_path / "run").checkpoint(7)
+    shutil.copytree(run.checkpoint(7), checkpoint)
+    shutil.copy(run.plan, tmp_path / "run")
+    part = next(checkpoint.glob("*.safetensors"))
+    part.write_bytes(part.read_bytes()[:-8])
+    options = {"rows": str(run.path.parent / "rows.jsonl")} if verb == "score" else {}
+    with pytest.raises(ConfigError, match=rf"{part.name} has \d+ bytes"):
+        use(verb, str(checkpoint), out=tmp_path / "out", **options)

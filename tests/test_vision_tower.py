@@ -150,6 +150,7 @@ def test_a_full_cache_keeps_what_came_first(monkeypatch: pytest.MonkeyPatch) -> 
     features = {key: torch.randn(rows, 2, 3) for key, rows in {"a": 5, "b": 4, "c": 9, "d": 4, "e": 1}.items()}
     for key, value in features.items():
         cache.put(key, value)  # type: ignore[arg-type]
+        assert ("it is full" in cache.told()) == (key not in "ab")  # not while the last slab has rows left
     kept = [key for key in features if key in cache]
     assert kept == ["a", "b", "d"]  # c is larger than a slab; e finds none
     assert cache.told().startswith("3 images in 0.00 GiB, and it is full; of 0 that were needed")
@@ -166,7 +167,7 @@ def test_features_that_training_changes_are_not_kept(tmp_path: Path) -> None:
 def test_the_plan_counts_kept_features_and_refuses_them_where_they_change() -> None:
     kept = setting_of(plan("model=tiny", "memory.vision_cache_gib=1.5", "tune=lora"))
     assert host_parts(kept, states(kept), Load(tokens=100))["features of images"] == 1.5 * 2**30 * kept.slots
-    for words, seen, fits in ((("gpus=1",), (), "7.5"), (("gpus=2",), (), "3.75"), (("gpus=2",), gpus(2), "1.5")):
+    for words, seen, fits in ((("gpus=1",), (), "6.75"), (("gpus=2",), (), "3.25"), (("gpus=2",), gpus(2), "1")):
         with pytest.raises(
             ConfigError, match=rf"of it for features of images, [^$]*try  memory\.vision_cache_gib={fits}\n"
         ):

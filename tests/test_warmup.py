@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
+from launcher.resources import conf_dir
 from launcher.training import precompile, warmup
 from launcher.training.attention import padded_attention
-from launcher.training.rehearsal import Rehearsal, attend_nothing
+from launcher.training.rehearsal import Rehearsal, Sizes, attend_nothing
 from launcher.training.warmup import Warmup
 from tests.conftest import REPO
 from tests.tiny import family_plan
@@ -68,6 +70,14 @@ def test_attention_that_is_padded_is_rehearsed_too(tmp_path: Path) -> None:
     rehearsal = Rehearsal(plan, torch.device("cpu"), padded=True)
     rehearsal.attention(padded_attention)
     rehearsal.layers(padded_attention)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_35b_a3b", "qwen2_5_vl_7b"])  # the first has nothing but experts
+def test_sizes_are_those_that_a_model_really_has(name: str) -> None:
+    arch = yaml.safe_load((conf_dir() / "model" / f"{name}.yaml").read_text())["arch"]
+    sizes = Sizes.of(arch)
+    assert sizes.heads % sizes.key_heads == 0 and sizes.hidden > 0
+    assert bool(sizes.inner) == ("experts" not in str(arch))
 
 
 def test_what_fails_beside_a_start_is_told_and_left_to_the_first_step(capsys: pytest.CaptureFixture[str]) -> None:

@@ -195,7 +195,7 @@ def host_problems(
             part = max(needed, key=lambda name: needed[name])
             needs = f"{_gib(need)} GiB of main memory are needed for {most} rank{'s' if most > 1 else ''} of a host"
             text = f"{needs}, {_gib(needed[part])} GiB of it for {part}, and {host.name} has {_gib(size)} GiB"
-            left = size - (need - needed[part])
+            left = size - size // 10 - (need - needed[part])  # a tenth for the host's own
             tries = tuple(_host_tries(part, config, ranks=most, stage=stage, left=left))
             found[host.name] = Problem(text, "", (*tries, "hosts with more memory"))
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from launcher.kernels import padded_rank
+from launcher.kernels import padded_rank, row_stride
 from launcher.planning.models import lora_modules
 from launcher.planning.shapes import Shape
 from launcher.spec import TuneConfig
@@ -29,7 +29,7 @@ class Group:
     @property
     def beside(self) -> int:
         """Numbers that lie beside the weights where adapters have a place there."""
-        return self.rank * (self.inner + self.outer + self.rank)
+        return (self.outer + self.rank) * row_stride(self.inner, self.rank) - self.outer * self.inner
 
 
 @functools.lru_cache(maxsize=256)  # hundreds of settings of one model are weighed for a plan

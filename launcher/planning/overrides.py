@@ -196,7 +196,10 @@ def _misread(key: str, raw: str) -> Problem | None:
         if problem is not None:
             return problem
     if text and not literal and _is_collection(parsed, raw):
-        return Problem(f"{key}={raw}: text is expected", tries=(_without_sweep(key, raw),))
+        inner = parsed.value[0] if isinstance(parsed.value, list) and len(parsed.value) == 1 else None
+        single = isinstance(inner, str) and key != "tune.target_modules"
+        one = answers.spelled(key, str(inner), {}) if single else _without_sweep(key, raw)
+        return Problem(f"{key}={raw}: text is expected", tries=(one,))
     if parsed.sweep is not None or (text and not parsed.readable and grammar.top_level_commas(raw)):
         return _refused_sweep(key, raw, parsed)
     return None
@@ -235,6 +238,8 @@ def _refused_sweep(key: str, raw: str, parsed: grammar.Parsed) -> Problem:
     if answers.takes_list(key) and grammar.top_level_commas(raw):
         return Problem(f"{key}={raw}: a list is written in brackets", tries=(_without_sweep(key, raw),))
     typed = raw.split(",")[0].strip() if grammar.top_level_commas(raw) else ""
+    if raw[:1] in ("^", "="):  # NCCL's marks, which are for the whole of a list
+        typed = raw
     first = typed or (parsed.sweep[0] if parsed.sweep else "")
     sweep = (_as_sweep(key, raw),) if parsed.sweep else ()
     one = answers.spelled(key, first, {}) if first else answers.example(key)

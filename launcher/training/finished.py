@@ -52,21 +52,27 @@ class Finished:
     said: list[str] = field(default_factory=list)
 
 
+def check_whole(weights: Path) -> None:
+    """Raises ConfigError for a checkpoint of which a file is missing or changed; exports keep no sums of theirs."""
+    broken = damages(weights) if checkpoint_step(weights) is not None else []
+    if broken:
+        tries = ("another checkpoint of the run",)
+        raise ConfigError(*(Problem(text, tries=tries) for text in broken), title="with this checkpoint")
+
+
 def load(plan: RunPlan, weights: Path) -> Finished:
     """The model of a plan for one process with the weights of `weights`, a checkpoint or an export.
 
     A merged export is the plan's own `model.path` and brings nothing more. Raises ConfigError for a checkpoint that
     is damaged or of another model.
     """
+    check_whole(weights)
     device = torch.device("cuda", 0) if plan.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.backends.cudnn.allow_tf32 = plan.precision != "fp32"
     processor = processors.load_processor(plan)
     scorer = build_scorer(plan, processor, device)
     if checkpoint_step(weights) is not None:
-        broken = damages(weights)
-        if broken:
-            raise ConfigError(*(Problem(text) for text in broken), title="with this checkpoint")
         check_base(plan, read_json(weights / "state.json"), weights)
         _put(scorer, read_masters(weights), weights)
     elif (weights / adapters.WEIGHTS).is_file():

@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -141,8 +141,9 @@ def main(plan: RunPlan) -> int:
         failed = compile_all(kernels, len(os.sched_getaffinity(0)))
     finally:
         # What failed too: the first step compiles it, and then it lies there as well.
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+        with suppress(OSError):  # a folder that cannot be written holds no kernel either, and each has told so
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
     print(f"kernels: {len(kernels)} compiled in {time.monotonic() - begun:.2f} s beside the start", flush=True)
     for text in failed:
         print(f"kernels: left to the first step: {text}", flush=True)
@@ -155,7 +156,8 @@ def mark_of(plan: RunPlan) -> Path:
     sizes = (plan.arch, plan.precision, plan.gpu_kind, config.tune, config.task.name, config.train.kernels)
     found.update(repr((sizes, plan.deepspeed.get("zero_optimization", {}).get("stage"))).encode())
     found.update(repr([metadata.version(name) for name in ("torch", "triton")]).encode())
-    for file in sorted(Path(__file__).parent.rglob("*.py")):
+    package = Path(__file__).parents[1]
+    for file in (*sorted((package / "training").rglob("*.py")), package / "kernels.py", package / "families.py"):
         found.update(file.read_bytes())
     return _cache() / f"launcher-{found.hexdigest()[:16]}"
 

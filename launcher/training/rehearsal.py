@@ -55,7 +55,7 @@ class Sizes:
         heads = int(text["num_attention_heads"])
         return cls(
             hidden=int(text["hidden_size"]),
-            inner=int(text["intermediate_size"]),
+            inner=int(text.get("intermediate_size") or 0),  # layers of experts alone have none
             heads=heads,
             key_heads=int(text.get("num_key_value_heads") or heads),
             head=int(text.get("head_dim") or text["hidden_size"] // heads),

@@ -63,7 +63,8 @@ def rows_to_score(config: RunConfig, file: str) -> Iterator[Group | BadRow]:
 
     Rows need no labels: a query with its "documents" will do.
     """
-    data = replace(config.dataset, train=file, weights=None, max_rows=None, eval_fraction=0.0)
+    form = "auto" if config.dataset.format == "digits" else config.dataset.format  # digits are drawn, not read
+    data = replace(config.dataset, train=file, format=form, weights=None, max_rows=None, eval_fraction=0.0)
     config = replace(config, dataset=data)
     for raw in raw_rows(config, "train"):
         found = parse(config, "train", _labelled(config, raw), make=_group)

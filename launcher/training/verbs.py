@@ -32,6 +32,7 @@ def run(plan: RunPlan, options: argparse.Namespace) -> int:
         return _evaluate(plan, options.weights, options.out)
     if options.verb == "golden":
         return _golden(plan, options.weights, options.tolerance)
+    finished.check_whole(options.weights)
     out = export.export_from_checkpoint(plan, options.weights, options.out, warn=lambda text: print(f"warning: {text}"))
     print(f"exported: {out}")
     return int(ExitCode.OK)

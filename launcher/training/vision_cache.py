@@ -34,7 +34,7 @@ class FeatureCache:
         self._slab: Tensor | None = None  # [rows, K, C], the one being filled
         self._next: Future[Tensor] | None = None  # pinning takes a while: the slab after it is made in a thread
         self._used = 0  # rows of the slab
-        self._kept_bytes = self._asked = self._found = 0
+        self._kept_bytes = self._asked = self._found = self._refused = 0
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="pin")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -51,13 +51,16 @@ class FeatureCache:
     def told(self) -> str:
         """What it holds and what it was good for."""
         share = 100 * self._found / max(1, self._asked)
-        full = ", and it is full" if self._slabs_left <= 0 and self._next is None else ""
+        full = ", and it is full" if self._refused else ""
         held = f"{len(self):,} images in {self._kept_bytes / 2**30:,.2f} GiB{full}"
         return f"{held}; of {self._asked:,} that were needed, {self._found:,} were here ({share:.0f} %)"
 
     def put(self, key: MediaKey, features: Tensor) -> None:
         """Keep a copy of features [V, K, C], if there is room; what is kept already stays."""
-        if key in self._kept or (place := self._place(features)) is None:
+        if key in self._kept:
+            return
+        if (place := self._place(features)) is None:
+            self._refused += 1
             return
         if self._stream is None:
             place.copy_(features)

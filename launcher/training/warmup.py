@@ -70,14 +70,16 @@ class Warmup:
         return warmup
 
     def wait(self, beat: Callable[[], None] = lambda: None) -> None:
-        """Until the thread has ended; `beat` is called meanwhile.
+        """Until the thread has ended; `beat` is called meanwhile, as long as what it does may take.
 
         Before a step, which uses the same handles, and before ZeRO-3 loads a model: DeepSpeed then gives every new
         tensor another type.
         """
+        end = time.monotonic() + COMPILING_S + ELSEWHERE_S  # a rank that is stuck in the driver must count as hung
         while self._thread.is_alive():
             self._thread.join(TICK_S)
-            beat()
+            if time.monotonic() < end:
+                beat()
 
     def _run(self) -> None:
         begun = time.monotonic()
@@ -121,7 +123,7 @@ def _wait_for_kernels(plan: RunPlan, compiling: subprocess.Popen[bytes] | None) 
     """Until a host's first rank has had them compiled; the others look for its mark."""
     if compiling is not None:
         compiling.wait(COMPILING_S)
-    elif int(os.environ["LOCAL_RANK"]) > 0:
+    elif int(os.environ["LOCAL_RANK"]) > 0 and DRIVER.exists():
         mark, end = mark_of(plan), time.monotonic() + ELSEWHERE_S
         while not mark.exists() and time.monotonic() < end:
             time.sleep(POLL_S)

@@ -39,7 +39,7 @@ from tests.bench.workloads import write_workloads
 
 REPO = Path(__file__).resolve().parents[2]
 COUNTS = "1,2,4,8"
-PLANNED_KIND = "h200"  # GPUs that `predict` plans for
+PLANNED_KIND, A_HOST = "h200", 8  # GPUs that `predict` plans for, and how many a host has at most
 CHECKS_AT_ONCE = 8
 DEADLINE_S = 555.0  # of ten minutes: a run that is ended may take half a minute to end
 
@@ -61,7 +61,7 @@ class Bench:
 
     def _hosts(self, gpus: int) -> Path:
         file = self.folder / f"hosts-{gpus}"
-        file.write_text(f"planned slots={gpus}\n")
+        file.write_text("".join(f"planned{n} slots={min(gpus, A_HOST)}\n" for n in range(-(-gpus // A_HOST))))
         return file
 
 

@@ -94,7 +94,7 @@ def _before(x: Value, s: Sizes) -> list[Value]:
         dqkv = tape.new(rows, row_stride(s.qkv.outer, s.qkv.spare), s.width)
         if s.head_norms and s.trains:
             _head_norm_gradient(tape, rows, s)
-        dx, *_held = _through_norm(tape, rows, s.qkv, s, 0, wanted=wanted)
+        dx, *_held = _through_norm(tape, rows, s.qkv, s, s.down.spare, wanted=wanted)
         del b, dqkv
         return [dx]
 
