@@ -120,9 +120,10 @@ def test_the_plan_counts_4_bits_and_refuses_stage_3() -> None:
     whole, four = (plan(*words, f"tune={name}", gpus=gpus(1)) for name in ("lora", "qlora"))
     saved = whole.memory["frozen weights"] - four.memory["frozen weights"]
     linears = 36 * (4096 * (4096 + 1024 + 1024) + 4096 * 4096 + 3 * 4096 * 12288)
-    # Weights that are not 4 bits have copies of their adapters beside them: (outputs, inputs, ranks of 8 joined).
-    joined = ((6144, 4096, 32), (4096, 4096, 16), (24576, 4096, 16), (4096, 12288, 16))
-    copies = 36 * 2 * sum((outputs + rank) * (inputs + rank) - outputs * inputs for outputs, inputs, rank in joined)
+    # Weights that are not 4 bits have copies of their adapters beside them: (outputs, inputs, ranks of 8 joined;
+    # a row with both is of whole 128 bytes).
+    joined = ((6144, 4096, 32, 4160), (4096, 4096, 16, 4160), (24576, 4096, 16, 4160), (4096, 12288, 16, 12352))
+    copies = 36 * 2 * sum((outputs + rank) * row - outputs * inputs for outputs, inputs, rank, row in joined)
     assert saved == pytest.approx(copies + linears * (2 - 0.5 - 1 / 64 - 4 / (64 * 256)), rel=1e-6)
     assert whole.trainable == four.trainable
     with pytest.raises(ConfigError, match=r"not sharded(.|\n)*try  zero=stage2") as caught:
