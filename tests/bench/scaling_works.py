@@ -37,7 +37,7 @@ class Work:
 
     @property
     def saves(self) -> bool:
-        """Whether a checkpoint is written: that of full tuning is larger than the disks of machines that are lent."""
+        """Whether a checkpoint is written: that of full tuning is larger than many a disk."""
         return bool(self.keys["tune"] != "full")
 
     @property
