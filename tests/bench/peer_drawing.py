@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 
 Bar = tuple[str, str, float, float]  # name, what it is, the peer's value, ours
@@ -26,12 +26,7 @@ def drawn(title: str, subtitle: str, bars: Sequence[Bar]) -> str:
     height = TOP + EACH * len(bars) + 6
     longest = max(value for bar in bars for value in bar[2:])
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" role="img">',
-        f"<title>{escape(title)}: {escape('; '.join(map(_said, bars)))}</title>",
-        f"<style>{STYLE}</style>",
-        f'<rect class="back" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="6"/>',
-        _text("text title", 20, 32, title),
-        _text("dim", 20, 52, f"{subtitle}. Longer is faster."),
+        *opened(title, f"{subtitle}. Longer is faster.", height, map(_said, bars)),
         *_legend(LEFT, 82),
     ]
     for number, bar in enumerate(bars):
@@ -39,26 +34,39 @@ def drawn(title: str, subtitle: str, bars: Sequence[Bar]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
+def opened(title: str, subtitle: str, height: float, said: Iterable[str], style: str = "") -> list[str]:
+    """How a picture begins: its frame and headings; `said` is what it shows in words, `style` what it adds."""
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" role="img">',
+        f"<title>{escape(title)}: {escape('; '.join(said))}</title>",
+        f"<style>{STYLE}{style}</style>",
+        f'<rect class="back" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="6"/>',
+        text("text title", 20, 32, title),
+        text("dim", 20, 52, subtitle),
+    ]
+
+
 def _legend(x: int, y: int) -> list[str]:
     """One line with both sides' colours."""
     parts = []
     for side, words, at in (("peer", "ms-swift, its fastest setting", x), ("ours", "launcher", x + 215)):
         parts += [f'<rect class="{side}" x="{at}" y="{y - 10}" width="12" height="12" rx="2"/>']
-        parts += [_text("dim", at + 18, y, words)]
+        parts += [text("dim", at + 18, y, words)]
     return parts
 
 
 def _pair(bar: Bar, y: float, scale: float) -> list[str]:
     name, what, peer, ours = bar
-    parts = [_text("text name", 20, y + 18, name), _text("dim", 20, y + 36, what)]
+    parts = [text("text name", 20, y + 18, name), text("dim", 20, y + 36, what)]
     for side, value, top in (("peer", peer, y), ("ours", ours, y + THICK + GAP)):
         length = value * scale
         parts += [f'<rect class="{side}" x="{LEFT}" y="{top}" width="{length:.1f}" height="{THICK}" rx="2"/>']
-        parts += [_text("text value", LEFT + length + 8, top + 16, f"{value:.2f}")]
-    return [*parts, _text("ratio", LEFT + 8, y + THICK + GAP + 16, f"{ours / peer:.1f} ×")]
+        parts += [text("text value", LEFT + length + 8, top + 16, f"{value:.2f}")]
+    return [*parts, text("ratio", LEFT + 8, y + THICK + GAP + 16, f"{ours / peer:.1f} ×")]
 
 
-def _text(kind: str, x: float, y: float, words: str) -> str:
+def text(kind: str, x: float, y: float, words: str) -> str:
+    """One line of it, escaped."""
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(words)}</text>'
 
 

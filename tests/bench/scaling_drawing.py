@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from math import log2
 
-from tests.bench.peer_drawing import STYLE, WIDTH
+from tests.bench.peer_drawing import WIDTH, opened, text
 
 Points = Mapping[int, float]  # GPUs -> share of the rate of the fewest
 
@@ -41,12 +40,7 @@ def drawn(title: str, subtitle: str, panels: Sequence[Panel]) -> str:
     height = TOP + EACH_Y * -(-len(panels) // COLUMNS)
     counts = sorted({gpus for panel in panels for gpus in (*panel.seen, *panel.told)}) or [1]
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" role="img">',
-        f"<title>{escape(title)}: {escape('; '.join(map(_said, panels)))}</title>",
-        f"<style>{STYLE}{LINES}</style>",
-        f'<rect class="back" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="6"/>',
-        _text("text title", 20, 32, title),
-        _text("dim", 20, 52, subtitle),
+        *opened(title, subtitle, height, map(_said, panels), LINES),
         *_legend(20, 76),
     ]
     for number, panel in enumerate(panels):
@@ -59,7 +53,7 @@ def _legend(x: float, y: float) -> list[str]:
     parts = []
     for kind, words, at in (("seen", "measured", x), ("told", "foretold", x + 120), ("goal", "goal", x + 240)):
         parts += [f'<line class="{kind}" x1="{at}" y1="{y - 4}" x2="{at + 24}" y2="{y - 4}"/>']
-        parts += [_text("dim", at + 32, y, words)]
+        parts += [text("dim", at + 32, y, words)]
     return parts
 
 
@@ -71,14 +65,14 @@ def _panel(panel: Panel, x: float, y: float, counts: Sequence[int]) -> list[str]
         inside = min(max(share, LOWEST), HIGHEST)
         return left + PLOT_X * across, top + PLOT_Y * (HIGHEST - inside) / (HIGHEST - LOWEST)
 
-    parts = [_text("text name small", x, y + 12, panel.name)]
+    parts = [text("text name small", x, y + 12, panel.name)]
     for share in (0.6, 0.8, 1.0):
         height = place(counts[0], share)[1]
         parts += [f'<line class="grid" x1="{left}" y1="{height:.1f}" x2="{left + PLOT_X}" y2="{height:.1f}"/>']
-        parts += [_text("dim small", x, height + 4, f"{share:.0%}")]
+        parts += [text("dim small", x, height + 4, f"{share:.0%}")]
     height = place(counts[0], panel.goal)[1]
     parts += [f'<line class="goal" x1="{left}" y1="{height:.1f}" x2="{left + PLOT_X}" y2="{height:.1f}"/>']
-    parts += [_text("dim small", place(gpus, LOWEST)[0] - 3, top + PLOT_Y + 16, f"{gpus}") for gpus in counts]
+    parts += [text("dim small", place(gpus, LOWEST)[0] - 3, top + PLOT_Y + 16, f"{gpus}") for gpus in counts]
     for kind, points in (("told", panel.told), ("seen", panel.seen)):
         ends = " ".join("{:.1f},{:.1f}".format(*place(*point)) for point in sorted(points.items()))
         parts += [f'<polyline class="{kind}" points="{ends}"/>'] if points else []
@@ -88,12 +82,8 @@ def _panel(panel: Panel, x: float, y: float, counts: Sequence[int]) -> list[str]
     if len(panel.seen) > 1:
         last = max(panel.seen)
         words = f"{panel.seen[last]:.1%} on {last}"
-        parts += [_text("text value small", left + PLOT_X - 60, place(last, SAID)[1], words)]
+        parts += [text("text value small", left + PLOT_X - 60, place(last, SAID)[1], words)]
     return parts
-
-
-def _text(kind: str, x: float, y: float, words: str) -> str:
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(words)}</text>'
 
 
 def _said(panel: Panel) -> str:
