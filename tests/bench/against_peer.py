@@ -9,7 +9,7 @@ takes the fastest that FOLDER has a measurement of.
 
 FOLDER gets the checkpoint (or --model names another place for it), the rows, the logs, outcomes.jsonl (one line a run,
 added to) and table.txt. A step is as many rows on both sides; seconds are medians of steps after the first ones, each
-side's own clock. Share of the limit is the least time that the arithmetic of shared prefixes needs at the GPU's rate,
+side's own clock. Our rows are counted before (`check data`), so that micro-batches are planned for what they hold. Share of the limit is the least time that the arithmetic of shared prefixes needs at the GPU's rate,
 over the time taken; `own` counts what a side computes by its own way of packing: the peer repeats the query for each
 document. Exit code 1: a side failed, or the losses differ.
 """
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.peer import Setting, read_setting, write_rows
-from tests.bench.peer_runs import Bench, Job, Outcome, Peer, run_ours, run_peer, start_peer
+from tests.bench.peer_runs import Bench, Job, Outcome, Peer, count_rows, run_ours, run_peer, start_peer
 from tests.bench.peer_table import parity, table
 from tests.bench.workloads import write_workloads
 
@@ -52,6 +52,7 @@ def main() -> int:
         first = next((job for job in jobs if job.setting is not None), None)
         ready = start_peer(first, bench, 0) if first and bench.gpus == 1 else None
         rates = _prepare(bench, options)
+        count_rows([job for job in jobs if job.setting is None], bench)
         for outcome in _run_all(jobs, bench, deadline, options.limit, ready):
             outcomes.append(outcome)
             with (bench.folder / "outcomes.jsonl").open("a") as file:

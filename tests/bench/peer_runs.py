@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -213,21 +214,36 @@ def _why(log: Path) -> str:
     return (errors or lines or ["no output"])[-1][-300:]
 
 
-def run_ours(job: Job, bench: Bench, limit_s: float) -> Outcome:
-    """The launcher's own command."""
-    begun = time.time()
-    folder = bench.folder / "runs" / f"{job.workload}-{time.strftime('%H%M%S')}"
-    folder.parent.mkdir(exist_ok=True)
-    log = folder.with_suffix(".txt")
+def count_rows(jobs: Sequence[Job], bench: Bench) -> None:
+    """Have the launcher count the tokens of its rows, all workloads at once; raises RuntimeError where one can't."""
+    logs = [bench.folder / f"{job.workload}.check.txt" for job in jobs]
+    checks = [
+        _launch(("check", "data"), job, bench, bench.folder / "check", log) for job, log in zip(jobs, logs, strict=True)
+    ]
+    for check, log in zip(checks, logs, strict=True):
+        if check.wait():
+            raise RuntimeError(f"{log}: {_why(log)}")
+
+
+def _launch(verb: Sequence[str], job: Job, bench: Bench, folder: Path, log: Path) -> subprocess.Popen[bytes]:
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "launcher", *_words(job, bench, folder)],
+        return subprocess.Popen(
+            [sys.executable, "-m", "launcher", *verb, *_words(job, bench, folder)],
             stdout=out,
             stderr=out,
             cwd=REPO,
             start_new_session=True,
             env={**os.environ, **({"DS_ACCELERATOR": "cpu"} if bench.small else {})},
         )
+
+
+def run_ours(job: Job, bench: Bench, limit_s: float) -> Outcome:
+    """The launcher's own command."""
+    begun = time.time()
+    folder = bench.folder / "runs" / f"{job.workload}-{time.strftime('%H%M%S')}"
+    folder.parent.mkdir(exist_ok=True)
+    log = folder.with_suffix(".txt")
+    process = _launch([], job, bench, folder, log)
     note = _why(log) if _wait(process, limit_s) else ""
     run = RunDir(folder)
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()] if run.metrics.is_file() else []

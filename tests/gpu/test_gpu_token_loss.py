@@ -38,6 +38,7 @@ def test_losses_and_gradients(monkeypatch: Any, dtype: torch.dtype, answers: int
     pairs = [(losses, expected), (hidden.grad, exact[0].grad), *([(weight.grad, exact[1].grad)] if trains else [])]
     for got, want in pairs:
         assert got is not None and want is not None and got.shape == want.shape
-        # A likely token's loss is what is left of its logit, which is rounded, so it is held to that size.
-        assert (got - want).norm() <= CLOSE[dtype] * max(want.norm(), 0.1)
+        # What is left of a likely token's loss and gradients moves with its logit, 16 here, by whole roundings of it:
+        # where it is the only answer, it is held to the size that an unlikely one has.
+        assert (got - want).norm() <= CLOSE[dtype] * max(want.norm(), 0.5)
     assert answers == 0 or exact[0].grad.norm() > 0.01
