@@ -150,8 +150,9 @@ def _refuse_verb(word: str) -> None:
         raise ConfigError(Problem(f"there is no verb {word}", tries=(f"python -m launcher {ours} ...",)))
 
 
-def _plan(words: Sequence[str]) -> tuple[Composed, RunPlan]:
-    """Compose and plan. Raises ConfigError with every problem found."""
+def _plan(words: Sequence[str], *, trains: bool = True) -> tuple[Composed, RunPlan]:
+    """Compose and plan. Raises ConfigError with every problem found; this machine's limits count where it `trains`."""
+    from dataclasses import replace
     from datetime import datetime, timezone
 
     from launcher.planning.config import read_config
@@ -161,8 +162,10 @@ def _plan(words: Sequence[str]) -> tuple[Composed, RunPlan]:
     from launcher.planning.plan import make_plan  # after the words: a wrong one is answered without it
     from launcher.running.facts import gather_facts
 
-    now = datetime.now(timezone.utc)
-    return composed, make_plan(composed.config, gather_facts(composed.config), now=now)
+    facts = gather_facts(composed.config)
+    if not trains:  # a login node fetches for larger machines
+        facts = replace(facts, ram_bytes=None, disk_free_bytes=None, lacking=None, lacks_bits=False)
+    return composed, make_plan(composed.config, facts, now=datetime.now(timezone.utc))
 
 
 def _run_verb(words: list[str]) -> int:
@@ -275,7 +278,7 @@ def _check_verb(words: list[str]) -> int:
     from launcher.spec import plan_to_json
 
     words, show = _take_show(words[1:])
-    _, plan = _plan(words)
+    _, plan = _plan(words, trains=False)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.json"
         file.write_text(plan_to_json(plan), encoding="utf-8")
@@ -312,7 +315,7 @@ def _take_show(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _fetch_verb(words: list[str]) -> int:
-    _, plan = _plan(words)
+    _, plan = _plan(words, trains=False)
 
     from launcher.running import fetch
 

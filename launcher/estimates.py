@@ -88,6 +88,8 @@ class TimeEstimate:
     least_s: float  # those FLOPs at the highest rate that matrix products reach on this kind of GPU
     rates: str  # a sentence: where the rates of GPU and network come from
     load: str  # a sentence: where the lengths come from
+    micro_steps: int = 1  # micro-batches of a rank in a step
+    micro_s: float = 0.0  # seconds of one; what else step_s holds comes once a step
     compute_bound_tokens: int | None = None  # tokens a GPU and micro-batch above which ZeRO-3 hides its gathers
     timeline: tuple[Span, ...] = ()  # of one micro-step and the optimizer
 

@@ -410,6 +410,13 @@ class RunConfig:
         return METRICS_OF_TASK[self.task.name][0] if self.eval.metric == "auto" else self.eval.metric
 
     @property
+    def few_bits(self) -> tuple[str, ...]:
+        """What was typed that bitsandbytes computes, on GPUs and on CPUs alike."""
+        return tuple(
+            ["tune=qlora"] * (self.tune.name == "qlora") + ["optim=adamw8bit"] * (self.optim.name == "adamw8bit")
+        )
+
+    @property
     def whole_groups(self) -> bool:
         """Whether the loss compares the documents of a query, which then stay in one micro-batch."""
         loss = self.loss
@@ -514,6 +521,7 @@ class RunPlan:
     commands: dict[str, tuple[str, ...]]  # host -> argv of its `deepspeed` line
     env_sources: dict[str, str] = field(default_factory=dict)  # launcher | nccl | forwarded | env.file | env.set
     env_reasons: dict[str, str] = field(default_factory=dict)  # variable of the launcher or of nccl -> why
+    capability: tuple[int, int] | None = None  # CUDA compute capability of the oldest GPU; None = not known
     memory_moment: str = ""  # MemoryEstimate.moment
     memory_capacity: int | None = None  # bytes that a GPU has (or RAM for a CPU rank); None = not known
     host_memory: dict[str, int] = field(default_factory=dict)  # MemoryEstimate.host

@@ -19,6 +19,8 @@ TIME = TimeEstimate(
     least_s=1.0,
     rates="rates of an H200, from a table",
     load="lengths of the prepared rows",
+    micro_steps=2,
+    micro_s=1.75,
     compute_bound_tokens=9_000,
     timeline=(
         Span(lane="GPU", name="forward", begin_s=0.0, end_s=0.5),

@@ -48,7 +48,7 @@ def hostfile(name: str) -> TextFile:
     return TextFile(path=f"hostfiles/{name}", text=(hostfiles_dir() / name).read_text())
 
 
-def gpus(count: int, name: str = "NVIDIA H200", gib: float = 140.4, capability: tuple[int, int] = (9, 0)) -> Any:
+def gpus(count: int, name: str = "NVIDIA H200", gib: float = 140.4, capability: Any = (9, 0)) -> Any:
     """GPUs of one machine."""
     return tuple(LocalGpu(index=n, name=name, memory_bytes=int(gib * GIB), capability=capability) for n in range(count))
 
@@ -68,6 +68,7 @@ def setting_of(plan: RunPlan) -> Setting:
         precision=plan.precision,
         device=plan.device,
         gpu_kind=plan.gpu_kind,
+        capability=plan.capability,
         world=plan.world_size,
         slots=max(host.slots for host in plan.hosts),
         checkpointed_layers=plan.checkpointed_layers,

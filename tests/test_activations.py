@@ -92,6 +92,7 @@ def setting_of(plan: RunPlan) -> Setting:
         precision=plan.precision,
         device="cuda",
         gpu_kind="h200",
+        capability=(9, 0),
         world=1,
         slots=1,
         checkpointed_layers=plan.checkpointed_layers,

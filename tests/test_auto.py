@@ -31,6 +31,7 @@ from launcher.spec import RunPlan
 from tests.planning_support import GIB, compose, gpus, plan
 
 ROWS = ("dataset=jsonl", "dataset.train=/data/train.jsonl")
+RERANKER_2B = "model=qwen3_vl_reranker_2b"
 EIGHT = ("model=qwen3_vl_reranker_8b", *ROWS)
 STAGES = ("stage1", "stage2", "stage3")
 
@@ -46,6 +47,7 @@ def ask(*words: str, slots: tuple[int, ...] = (2,), gib: float = 80, **other: An
         "lr": 1e-4,
         "device": "cuda",
         "gpu_kind": "h100",
+        "capability": (9, 0),
         "attention": "auto",
         "slots": slots,
         "per_host": 8,
@@ -230,11 +232,11 @@ def test_what_is_typed_stays_and_what_to_type_instead_fits() -> None:
     assert plan(*FULL, *first.split(), *kept, *words).choices[0].fits
 
 
-def retyped(words: tuple[str, ...], attempt: str) -> RunPlan:
+def retyped(words: tuple[str, ...], attempt: str, **facts: Any) -> RunPlan:
     """The plan of a command line once a `try` line has been typed behind it."""
     typed = attempt.partition("   ")[0].split()
     names = {word.partition("=")[0] for word in typed}
-    return plan(*(word for word in words if word.partition("=")[0] not in names), *typed)
+    return plan(*(word for word in words if word.partition("=")[0] not in names), *typed, **facts)
 
 
 @pytest.mark.parametrize(
@@ -327,10 +329,47 @@ def test_micro_batches_below_the_longest_prompt_are_told() -> None:
     assert any(told in text for text in plan(*EIGHT, "batch.max_tokens=64", gpus=gpus(1)).warnings)
 
 
+@pytest.mark.parametrize(
+    ("words", "gib", "attempts"),
+    [
+        ((RERANKER_2B, "gpus=2"), 16, ("memory.gradient_checkpointing=all gpus=1 ",)),
+        ((RERANKER_2B, "gpus=2", "tune=full"), 24, ("memory.gradient_checkpointing=all tune=qlora ",)),
+        ((RERANKER_2B, "gpus=2", "zero=stage2_offload"), 16, ("memory.gradient_checkpointing=all gpus=1 ",)),
+        ((RERANKER_2B, "gpus=1", "memory.vision_cache_gib=12"), 16, ("memory.vision_cache_gib=0 memory.",)),
+        (("model=qwen3_vl_8b", "gpus=2"), 16, ("hosts with GPUs, or",)),
+    ],
+    ids=["ranks", "tuning", "offloaded", "features", "nothing"],
+)
+def test_each_way_into_main_memory_is_one(words: tuple[str, ...], gib: int, attempts: tuple[str, ...]) -> None:
+    words, here = (*words, *ROWS, "checkpoint.export=false"), {"ram_bytes": gib * GIB, "disk_free_bytes": 2**50}
+    with pytest.raises(ConfigError, match="GiB of it with any micro-batch: more than the") as caught:
+        plan(*words, **here)
+    (problem,) = caught.value.problems
+    assert len(problem.tries) >= len(attempts)
+    for attempt, begins in zip(problem.tries, attempts, strict=False):
+        assert attempt.startswith(begins)
+    for attempt in problem.tries[:-1]:
+        assert not any(text.startswith("memory:") for text in retyped(words, attempt, **here).warnings)
+
+
+def test_an_export_too_large_for_a_cpu_machine_is_told_before_it_trains() -> None:
+    words = ("model=qwen3_vl_4b", *ROWS, "tune=qlora", "gpus=1", "memory.gradient_checkpointing=all")
+    with pytest.raises(
+        ConfigError, match="of it for export, and localhost has 16.0 GiB\n +try  checkpoint.export=false"
+    ):
+        plan(*words)
+    plan(*words, "checkpoint.export=false")
+
+
 def test_main_memory_of_unseen_cpu_hosts_is_no_gpu() -> None:
     made = plan(*EIGHT, "zero=auto", "env.set.DS_ACCELERATOR=cpu", ram_bytes=None)
     assert (made.device, made.zero_name) == ("cpu", "stage2")
     assert not any(text.startswith("memory:") for text in made.warnings)
+    assert refitted(made, ram={"localhost": 2**42}).problems == ()  # once its host has told
+    small = refitted(made, ram={"localhost": 24 * GIB}).problems
+    assert ["more than the" in problem.text or "of main memory" in problem.text for _, problem, _ in small] == [
+        True
+    ] * 2
 
 
 def test_the_kind_that_is_typed_is_planned_for() -> None:
@@ -426,5 +465,8 @@ def test_probes_tell_the_planner() -> None:
     assert "130.0 GiB are in use by python of eve (pid 7, 139.6 GB)" in finding.reason
     free = plan(*EIGHT, *words, "gpus=[0]", gpus=gpus(2))
     assert fitted(free, looks)[1] == []
+    listed[0]["capability"] = [7, 5]  # as if they were older than their name says
+    older, _ = fitted(free, looks)
+    assert (older.plan.capability, older.plan.precision) == ((7, 5), "fp16")
     dumb = {"localhost": {"gpus": {"failed": "no nvidia-smi"}, "memory": {"failed": "unreadable"}}}
     assert fitted(made, dumb)[0].plan is made

@@ -221,6 +221,14 @@ def test_streams_that_do_not_take_the_text(line: str, code: int, said: str) -> N
     assert "Traceback" not in done.stderr
 
 
+def test_what_is_fetched_is_as_large_as_it_likes(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of it here is refused for memory and disk, its weights may be for other machines."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(elsewhere))
+    words = ["model=qwen3_vl_235b_a22b", "env.set.DS_ACCELERATOR=cpu"]
+    assert [main([verb, *words]) for verb in ("plan", "fetch")] == [2, 3]
+
+
 def test_a_mistake_of_ours_exits_1_with_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     monkeypatch.setattr("launcher.planning.help.help_text", lambda folders: 1 / 0)
     assert main(["help"]) == 1

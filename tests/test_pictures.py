@@ -122,7 +122,7 @@ def test_time_in_words(foretold: RunPlan) -> None:
     lines = " ".join(" ".join(section(sharded, "Time of an average step")).split())
     assert f"gathering weights hides behind computing {limit}, so the GPUs wait for weights" in lines
     assert TIME.rates in said and TIME.load in said
-    assert "one micro-step and the optimizer, 2.00 s" in text
+    assert "one micro-step and the optimizer, 2.00 s (a step: 2 x 1.75 s + 500 ms)" in text
     lanes = {line.split()[0]: line for line in text.splitlines() if line.startswith(("    GPU", "    network"))}
     start = lanes["GPU"].index("forward")
     assert lanes["GPU"].index("backward") - start == round(64 * 0.25)

@@ -227,7 +227,11 @@ def test_resume_goes_on_in_its_own_folder() -> None:
             "cluster.master_addr",
         ),
         ((), {"hostfile": TextFile(path="h", text="a slots=1 slot=2\n")}, "unknown field slot", "a slots=8"),
-        (("cluster.gpu=h1000", "nodes=2"), {}, "cluster.gpu=h1000 is not known", "cluster.gpu="),
+        (("cluster.gpu=h1000", "nodes=2"), {}, "cluster.gpu=h1000 is no kind of GPU", "cluster.gpu=h100"),
+        (("cluster.gpu=V100",), {}, "which one? It is made with 32 GB or 16 GB", "cluster.gpu=v100_16g"),
+        (("cluster.gpu=2080ti",), {}, "these are: b200, h200", "cluster.gpu=null"),
+        (("tune=qlora",), {"lacks_bits": True}, "tune=qlora: bitsandbytes is needed", "tune=lora "),
+        (("optim=adamw8bit",), {"lacks_bits": True, "gpus": gpus(1)}, "bitsandbytes is needed", "pip install bits"),
         (
             ("precision=bf16", "cluster.gpu=t4"),
             {},
@@ -287,6 +291,19 @@ def test_problems(words: tuple[str, ...], facts: dict[str, Any], text: str, atte
     assert any(attempt in line for line in found[0].tries)
 
 
+def test_what_cannot_be_computed_hides_nothing_that_does_not_fit() -> None:
+    """Nor does either hide the disk; the memory is that of what `auto` would take."""
+    words = ("model=qwen3_vl_8b", "tune=full", *JSONL, "attention=flash_attention_2", "precision=bf16", "gpus=1")
+    with pytest.raises(ConfigError) as caught:
+        plan(*words, gpus=gpus(1, "Tesla T4", 14.7, (7, 5)), disk_free_bytes=10**6)
+    texts = [problem.text for problem in caught.value.problems]
+    for told in ("precision=bf16, but Tesla T4", "attention=flash_attention_2 needs", "more than the 14.7 GiB", "disk"):
+        assert any((told if told != "disk" else "are free for /home/me/runs") in text for text in texts), told
+    tries = next(problem.tries for problem in caught.value.problems if "more than the 14.7 GiB" in problem.text)
+    mended = (*words[:-3], "gpus=1", *tries[0].partition("   ")[0].split())
+    plan(*mended, gpus=gpus(1, "Tesla T4", 14.7, (7, 5)), disk_free_bytes=2**50, ram_bytes=2**50)
+
+
 def test_a_run_that_saves_nothing_needs_no_disk() -> None:
     off = ("every_steps=null", "at_end=false", "keep_best=false", "export=false")
     plan(*(f"checkpoint.{key}" for key in off), disk_free_bytes=10**6)
@@ -309,12 +326,20 @@ def test_problems_of_all_kinds_are_told_together() -> None:
 @pytest.mark.parametrize(
     ("words", "facts", "text"),
     [
-        (("model=qwen3_vl_2b",), {}, "the data set is digits, because none was named beside model=qwen3_vl_2b"),
-        (("model=qwen3_vl_8b",), {}, "the weights of Qwen/Qwen3-VL-8B-Instruct (17.5 GB) are not on this machine"),
+        (
+            ("model=qwen3_vl_2b",),
+            {"ram_bytes": 2**41},
+            "the data set is digits, because none was named beside model=qwen3_vl_2b",
+        ),
+        (
+            ("model=qwen3_vl_8b",),
+            {"ram_bytes": 2**41},
+            "the weights of Qwen/Qwen3-VL-8B-Instruct (17.5 GB) are not on this machine",
+        ),
         (("model=tiny", *JSONL), {"train_rows": 7}, "dataset.train has 7 rows, fewer than batch.global_size=16"),
         (("gpus=17",), {}, "17 ranks share batch.global_size=16 queries"),
         (("model=tiny", *JSONL[:2]), {}, "nothing is evaluated, because dataset.eval names no file"),
-        (("model=qwen3_vl_32b", "gpus=2"), {}, "GiB a rank are needed"),
+        (("model=qwen3_vl_2b", "gpus=1"), {}, "it may run out of memory (try  memory.gradient_checkpointing=all "),
         (("profile=torch", "profile.steps=1000", "train.max_steps=2000"), {}, "every operator of 1000 steps in memory"),
         (("profile=torch", "profile.first_step=99"), {}, "the evaluation after step 100, which takes memory"),
         (
@@ -322,7 +347,11 @@ def test_problems_of_all_kinds_are_told_together() -> None:
             {"gpus": gpus(1)},
             "files large: profile.first_step=11 profile.steps=2",
         ),
-        (("model=qwen3_vl_reranker_2b", "loss=listwise"), {}, "need no longer be probabilities"),  # R16
+        (
+            ("model=qwen3_vl_reranker_2b", "loss=listwise"),
+            {"ram_bytes": 2**41},
+            "need no longer be probabilities",
+        ),  # R16
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

@@ -16,6 +16,7 @@ from launcher.planning.describe import describe
 from launcher.planning.placement import place
 from launcher.planning.refit import SeenGpu, refit
 from launcher.running.facts import zero_files
+from launcher.spec import plan_from_json, plan_to_json
 from launcher.training import attention, attention_cudnn
 from launcher.training.models import DTYPES
 from tests.planning_support import GIB, compose, gpus, hostfile, known, plan, setting_of
@@ -66,6 +67,26 @@ def test_gpus_that_triton_does_not_know_get_plain_layers() -> None:
     assert not setting_of(old).fused and not setting_of(old).fast_tower
     with pytest.raises(ConfigError, match=r"train\.kernels=fused: Triton[^$]*try  train\.kernels=auto"):
         plan(*words, "train.kernels=fused", gpus=T4)
+
+
+def test_gpus_that_no_table_names_are_taken_as_their_driver_tells() -> None:
+    words = ("model=qwen3_vl_2b", *WORDS[1:], "batch.max_tokens=2048")
+    name, gib = "NVIDIA GeForce RTX 2080 Ti", 10.6
+    made = plan(*words, gpus=gpus(1, name, gib, (7, 5)))
+    assert (made.capability, made.precision, setting_of(made).fused) == ((7, 5), "fp16", False)
+    assert "layers       plain (Triton's kernels need compute capability 8.0, and the GPU has 7.5)" in describe(made)
+    guessed = plan(*words, gpus=gpus(1, name, gib, None))
+    assert f"GPU          {name}: compute capability not known, taken as 8.0 or newer" in describe(guessed)
+    assert "compute capability not known" not in describe(made)
+    seen = SeenGpu(
+        host="localhost", index=0, name=name, total_bytes=int(gib * GIB), used_bytes=0, users="", capability=(7, 5)
+    )
+    found = refit(guessed, [seen], {}, zero_files(), None)
+    assert (found.problems, found.plan.capability, found.plan.precision) == ((), (7, 5), "fp16")
+    assert not setting_of(found.plan).fused and plan_from_json(plan_to_json(found.plan)) == found.plan
+    typed = replace(guessed.config, train=replace(guessed.config.train, kernels="fused"))
+    found = refit(replace(guessed, config=typed), [seen], {}, zero_files(), None)
+    assert ["Triton's kernels need" in problem.text for _, problem, _ in found.problems] == [True]
 
 
 @pytest.mark.parametrize("kernel", ["auto", "sdpa", *attention_needs.KERNELS])

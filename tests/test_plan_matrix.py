@@ -127,6 +127,7 @@ def asked(model: str, tune: str, gpus: int = 1) -> tuple[Ask, Shape]:
         lr=1e-4,
         device="cuda",
         gpu_kind="h200",
+        capability=(9, 0),
         attention="auto",
         slots=(1,),
         per_host=PER_HOST,

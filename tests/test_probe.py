@@ -29,6 +29,7 @@ from launcher.running.panel import Panel, Silence
 from launcher.running.transport import BOOT, LOST, Channel, Door
 from launcher.running.unreachable import unreachable
 from launcher.spec import AttentionConfig, Host, RunPlan, plan_to_json
+from tests import fabrics
 from tests.planning_support import plan as planned
 
 SOURCE = Path(probe.__file__).read_text()
@@ -109,6 +110,17 @@ def test_a_working_folder_that_comes_after_the_first_look_is_seen(tmp_path: Path
     (folder / "launcher" / "__init__.py").touch()
     assert not before["cwd"] and before["launcher"]["where"] != str(folder / "launcher")
     assert probe.look(asked)["launcher"]["where"] == str(folder / "launcher")
+
+
+def test_gpus_tell_their_compute_capability(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the driver knows the question: those of the oldest do not, and tell the rest."""
+    made = fabrics.host(tmp_path / "root", gpus=["NVIDIA GeForce RTX 2080 Ti"] * 2)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    for answer, found in ((None, [None, None]), ("GPU-0, 7.5\nGPU-1, [N/A]\n", [[7, 5], None])):
+        if answer is not None:
+            made.commands["nvidia-smi", f"--query-gpu={probe.ABLE_FIELDS}", fabrics.FORM] = answer
+        made.write_programs(tmp_path / "bin")
+        assert [gpu["capability"] for gpu in probe.gpus()] == found
 
 
 def test_every_source_counts_and_nothing_else(tmp_path: Path) -> None:

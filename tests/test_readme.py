@@ -28,6 +28,7 @@ CHINESE = (REPO / "README.zh-CN.md").read_text(encoding="utf-8")
 NO_CHECKPOINTS = (
     " checkpoint.every_steps=null checkpoint.at_end=false checkpoint.keep_best=false checkpoint.export=false"
 )
+ON_GPUS = " cluster.gpu=h200"  # such runs are no CPU's
 BLOCK = re.compile(r"<!-- (?P<mark>[^>]+) -->\n```\w*\n(?P<body>.*?)```", re.DOTALL)
 
 
@@ -76,7 +77,7 @@ def test_a_quick_command_succeeds(line: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("line", commands("plan"))
 def test_a_run_plans(line: str, folder: Path) -> None:
-    done = run(line.replace("-m launcher", "-m launcher plan", 1) + NO_CHECKPOINTS, folder)
+    done = run(line.replace("-m launcher", "-m launcher plan", 1) + NO_CHECKPOINTS + ON_GPUS, folder)
     assert done.returncode == 0, done.stderr
 
 

@@ -58,6 +58,7 @@ def tiny_setting(plan: RunPlan, layers: int) -> Setting:
         precision="fp32",
         device="cpu",
         gpu_kind=None,
+        capability=None,
         world=1,
         slots=1,
         checkpointed_layers=layers,
@@ -194,6 +195,20 @@ def test_what_an_estimate_tells() -> None:
     wide = times(LOADS["text"], 4.4 * threshold / LOADS["text"].tokens)
     full = predict(setting_of((RERANKER, "tune=lora"), gpus=2, stage="stage3"), wide, 1, rates_of("h200"))
     assert full.bound == "compute" and abs((full.compute_bound_tokens or 0) / threshold - 1) < 0.1
+
+
+@pytest.mark.parametrize("stage", ["stage0", "stage1", "stage2", "stage2_offload", "stage3", "stage3_offload"])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_timeline_adds_up_to_the_step(stage: str, *, late: bool) -> None:
+    """What the host does before the first kernel and at the end of a step, and pictures that come late, are in it."""
+    words = (RERANKER, "tune=lora", *(["dataset.workers=1"] if late else []))
+    load = replace(LOADS["page"], tokens=600, pairs=1e5, patches=10**7) if late else LOADS["page"]
+    for gpus in (1, 2):
+        found = predict(setting_of(words, gpus=gpus, stage=stage), load, 3, rates_of("h200"))
+        end = max(span.end_s for span in found.timeline)
+        assert found.step_s == pytest.approx(found.micro_steps * found.micro_s + end - found.micro_s), gpus
+        assert {"begin", "finish"} < {span.name for span in found.timeline if span.lane == "host"}
+        assert ("pictures" in {span.name for span in found.timeline}) == (PICTURES in found.parts) == late
 
 
 def test_kinds_of_gpus_have_rates() -> None:

@@ -48,7 +48,7 @@ def choose(ask: Ask) -> Decision:
     settings, found = _candidates(scales)
     chosen = scales.whole(best(holding_groups(ask, found)))
     notices = next(said for setting, said in settings if setting.config.zero == chosen.setting.config.zero)
-    if ask.config.zero.name == AUTO and chosen.fits and chosen.layers == ask.shape.layers:
+    if ask.config.zero.name == AUTO and ask.device == "cuda" and chosen.fits and chosen.layers == ask.shape.layers:
         found += _beside_the_gpus(scales, found)
     return Decision(chosen=chosen, notices=notices, choices=_choices(scales, found, chosen))
 
@@ -65,7 +65,7 @@ def _candidates(scales: Scales) -> tuple[list[Finished], list[Weighed]]:
     named = ask.config.zero.name != AUTO
     settings = [setting_of(ask)] if named else list(finished(ask, sharded(ask)))
     found = [one for setting, _ in settings for one in weighed(scales, setting)]
-    if not named and not any(one.fits for one in found):
+    if not named and ask.device == "cuda" and not any(one.fits for one in found):
         offloaded = list(finished(ask, OFFLOADED))
         settings += offloaded
         found += [one for setting, _ in offloaded for one in weighed(scales, setting)]

@@ -13,7 +13,6 @@ from launcher.estimates import Choice, MemoryEstimate, TimeEstimate
 from launcher.kernels import fused_layers
 from launcher.planning import load, memory, rates, speed
 from launcher.planning.facts import TextFile
-from launcher.planning.gpus import capability_of
 from launcher.planning.groups import layer_elements
 from launcher.planning.models import largest_adapter, trainable_counts
 from launcher.planning.room import Room
@@ -47,6 +46,7 @@ class Ask:
     lr: float
     device: str  # cuda | cpu
     gpu_kind: str | None
+    capability: tuple[int, int] | None  # as RunPlan.capability
     attention: str
     slots: tuple[int, ...]  # ranks of each host
     per_host: int  # GPUs of a host, for other numbers of them
@@ -138,7 +138,7 @@ def setting_of(ask: Ask) -> tuple[Setting, tuple[str, ...]]:
     settings = Settings(
         world_size=ask.world, precision=ask.precision, lr=ask.lr, config=config, slots=ask.slots, device=ask.device
     )
-    fused, _ = fused_layers(config, shape.family, ask.device, capability_of(ask.gpu_kind))
+    fused, _ = fused_layers(config, shape.family, ask.device, ask.capability)
     trained = Trained(
         parameters=sum(trainable_counts(shape, config.tune, config.task).values()),
         largest_adapter=largest_adapter(shape, config.tune),
@@ -152,6 +152,7 @@ def setting_of(ask: Ask) -> tuple[Setting, tuple[str, ...]]:
         precision=ask.precision,
         device=ask.device,
         gpu_kind=ask.gpu_kind,
+        capability=ask.capability,
         world=ask.world,
         slots=max(ask.slots),
         checkpointed_layers=0,

@@ -2,15 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from launcher.attention_needs import attention_problem, missing_problem
 from launcher.errors import ConfigError, Problem
 from launcher.families import Family
+from launcher.kernels import kernel_problems
 from launcher.planning.consistency import uses_lora
 from launcher.planning.placement import Placement
 from launcher.spec import RunConfig, TuneConfig
 
 LR = {"lora": 1e-4, "full": 1e-5}  # adapters start at zero and bear more; whole weights are easily spoilt
 BF16_CAPABILITY = (8, 0)  # Ampere
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Numerics:
+    """What a run computes in and by which kernels, and what is wrong with those that were asked for."""
+
+    precision: tuple[str, str]  # and why
+    attention: tuple[str, str]  # and why
+    problems: tuple[Problem, ...]
+
+
+def choose_numerics(config: RunConfig, placement: Placement, family: Family, lacking: str | None = None) -> Numerics:
+    """All of it. In place of what is refused stands what `auto` takes, so that the memory can be judged all the same.
+
+    `lacking`: as in choose_attention.
+    """
+    problems = kernel_problems(config, family, placement.capability)
+    try:
+        precision = choose_precision(config, placement, family)
+    except ConfigError as error:
+        problems += error.problems
+        auto = replace(config.precision, name="auto")
+        precision = choose_precision(replace(config, precision=auto), placement, family)
+    try:
+        attention = choose_attention(config, placement, precision[0], lacking)
+    except ConfigError as error:
+        problems += error.problems
+        any_kernel = replace(config.attention, name="auto")
+        attention = choose_attention(replace(config, attention=any_kernel), placement, precision[0], None)
+    return Numerics(precision=precision, attention=attention, problems=tuple(problems))
 
 
 def choose_precision(config: RunConfig, placement: Placement, family: Family) -> tuple[str, str]:
@@ -33,7 +66,8 @@ def choose_precision(config: RunConfig, placement: Placement, family: Family) ->
     if asked != "auto":
         return asked, "as asked"
     if capability is None:
-        return "bf16", "the kind of GPU is not known here; Ampere and newer compute in bf16"
+        what = f"compute capability of {placement.gpu_kind}" if placement.gpu_kind else "kind of GPU"
+        return "bf16", f"the {what} is not known here; Ampere and newer compute in bf16"
     if fits:
         return "bf16", f"{placement.gpu_kind}, {shown}"
     if family.overflows_fp16:

@@ -13,7 +13,7 @@ from launcher.kernels import fused_layers
 from launcher.planning.describe_choices import choice_lines, scaling_lines
 from launcher.planning.describe_memory import memory_lines
 from launcher.planning.describe_time import time_lines
-from launcher.planning.gpus import ASSUMED_KIND, capability_of
+from launcher.planning.gpus import ASSUMED_KIND
 from launcher.planning.hosts import shown_weight
 from launcher.planning.lines import WIDTH, beside, count, item, table, wrap
 from launcher.planning.secrets import masked
@@ -133,7 +133,7 @@ def _training(plan: RunPlan) -> list[str]:
     optim, layers = config.optim, plan.layers
     again = plan.checkpointed_layers
     family = family_of(config.model, plan.arch)
-    fused, why_fused = fused_layers(config, family, plan.device, capability_of(plan.gpu_kind))
+    fused, why_fused = fused_layers(config, family, plan.device, plan.capability)
     optimizer = f"{OPTIMIZERS[optim.name]}, lr {_rates(plan)}"
     warm = "warm-up not known" if plan.warmup_steps is None else f"warm-up {count(plan.warmup_steps, 'step')}"
     steps = "not known: the rows are not counted" if batch.total_steps is None else f"{batch.total_steps:,}"
@@ -149,11 +149,18 @@ def _training(plan: RunPlan) -> list[str]:
         ("steps", steps),
         ("optimizer", f"{optimizer}, {optim.schedule}, {warm}, gradients clipped to {optim.max_grad_norm:g}"),
         ("precision", f"{plan.precision}{_loss_scale(plan)} ({plan.precision_reason})"),
+        *_unknown_gpu(plan),
         ("attention", f"{plan.attention} ({plan.attention_reason})"),
         ("layers", f"{'fused' if fused else 'plain'} ({why_fused})"),
         ("recomputed", f"{again} of {layers} decoder layers"),
     ]
     return ["Training", *table(rows)]
+
+
+def _unknown_gpu(plan: RunPlan) -> Iterator[tuple[str, str]]:
+    """That the kernels below are a guess; where no kind of GPU is known at all, the hosts' lines say so."""
+    if plan.device == "cuda" and plan.gpu_kind is not None and plan.capability is None:
+        yield "GPU", f"{plan.gpu_kind}: compute capability not known, taken as 8.0 or newer; a run asks its driver"
 
 
 def _rates(plan: RunPlan) -> str:

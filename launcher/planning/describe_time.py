@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from launcher.estimates import LANES, Span, TimeEstimate
+from launcher.estimates import LANES, TimeEstimate
 from launcher.planning import lines
 from launcher.planning.gpus import ASSUMED_KIND, kind_of
 from launcher.planning.pictures import bar, cut_names, lane, letters
@@ -39,7 +37,7 @@ def time_lines(plan: RunPlan) -> list[str]:
         f"  {bar(parts, marks, BAR)}",
         *lines.table(rows, right=(2, 3)),
         *lines.table_with_text(_remarks(plan, time)),
-        *_timeline(time.timeline),
+        *_timeline(time),
     ]
 
 
@@ -67,18 +65,27 @@ def _gathers(plan: RunPlan, least: int) -> str:
     return f"{text}, so the GPUs wait for weights" if plan.batch.max_tokens <= least else text
 
 
-def _timeline(spans: Sequence[Span]) -> list[str]:
+def _timeline(time: TimeEstimate) -> list[str]:
     """Lanes over the time of one micro-step and the optimizer."""
+    spans = time.timeline
     if not spans:
         return []
     begin, end = min(span.begin_s for span in spans), max(span.end_s for span in spans)
     names = [name for name in LANES if any(span.lane == name for span in spans)]
     names += [name for name in dict.fromkeys(span.lane for span in spans) if name not in names]
-    found = [f"  one micro-step and the optimizer, {lines.seconds(end - begin)}"]
+    once = lines.seconds(time.step_s - time.micro_steps * time.micro_s)
+    found = [
+        f"  one micro-step and the optimizer, {lines.seconds(end - begin)}"
+        f" (a step: {time.micro_steps:,} x {lines.seconds(time.micro_s)} + {once})"
+    ]
     width = max(len(name) for name in names)
     for name in names:
         own = [span for span in spans if span.lane == name]
         found.append(f"    {name:<{width}}  {lane(own, begin, end, LANE_WIDTH)}")
     cut = cut_names(spans, begin, end, LANE_WIDTH)
-    told = [f"{name} {lines.seconds(sum(s.end_s - s.begin_s for s in spans if s.name == name))}" for name in cut]
+    lane_of = {span.name: span.lane for span in reversed(spans)}  # GPU and host have passes of one name
+    told = []
+    for name in cut:
+        lasting = [s.end_s - s.begin_s for s in spans if (s.name, s.lane) == (name, lane_of[name])]
+        told.append(f"{name} {lines.seconds(sum(lasting))}")
     return found + (lines.wrap(f"    too short for a name: {', '.join(told)}", "      ") if told else [])

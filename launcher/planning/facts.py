@@ -66,6 +66,7 @@ class Facts:
     measured: tuple[Mapping[str, Any], ...] = ()  # launcher.measured.read_speeds: what `check speed` found
     arch: dict[str, Any] | None = None  # config.json of model.path
     lacking: str | None = None  # what to install here for the attention kernel that is asked for
+    lacks_bits: bool = False  # bitsandbytes is not installed here, and the run needs it
     weights_on_disk: bool = False  # safetensors in model.path, or the repo in the Hugging Face cache
     zero_file: TextFile | None = None  # ds_configs/NAME.json of zero=NAME; None where zero=auto is to choose
     zero_files: Mapping[str, TextFile] = field(default_factory=dict)  # all of ds_configs/, by file name

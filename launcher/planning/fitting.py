@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from launcher.errors import ConfigError, Problem
+from launcher.estimates import grows_with_tokens
 from launcher.planning.auto import choose
-from launcher.planning.candidates import AUTO, OFFLOADED, Ask, Weighed, is_measured
+from launcher.planning.candidates import AUTO, OFFLOADED, Ask, Weighed, is_measured, needed_tokens
 from launcher.planning.gpus import GIB
 from launcher.planning.hostram import FEATURES
 from launcher.planning.models import check_targets
@@ -16,6 +19,8 @@ from launcher.planning.scaling import MOST_GPUS, most_frugal, offloaded, relaxed
 from launcher.spec import Host, RunConfig, TuneConfig
 
 HEADROOM, SHORTEST = 0.05, 256  # of a GPU, as conf/memory/auto.yaml has it; tokens of a prompt that are worth advising
+MOST_TRIES = 4
+ELSEWHERE = "hosts with GPUs, or with more main memory   (cluster.hostfile=FILE)"
 MARK = "memory:"  # begins warnings that are made anew once GPUs have been looked at
 
 
@@ -28,8 +33,7 @@ def shortfall(ask: Ask, chosen: Weighed) -> tuple[list[Problem], list[str]]:
         return [], [text] if slow else []
     room, total = ask.room, chosen.memory.total
     if ask.device == "cpu":
-        text = f"{MARK} about {_gib(total)} GiB a rank are needed, and {room.gib} GiB are usable of {room.whose}"
-        return [], [text + (": fewer ranks (gpus=1) have more each" if ask.world > 1 else "")]
+        return _short_of_main_memory(ask, chosen)
     needs = f"{_called(ask.config)} needs about {_gib(total)} GiB a GPU with {_settings(chosen)} on {_gpus(ask.world)}"
     if total <= room.whole:
         left = f"memory.headroom={ask.config.memory.headroom:g} leaves {room.gib} GiB to plan with"
@@ -39,6 +43,74 @@ def shortfall(ask: Ask, chosen: Weighed) -> tuple[list[Problem], list[str]]:
     if not room.known:
         return [], [f"{MARK} {text}" + (f" (try  {tries[0]})" if tries else "")]
     return [Problem(text, "", tries)], []
+
+
+def _short_of_main_memory(ask: Ask, chosen: Weighed) -> tuple[list[Problem], list[str]]:
+    """Of a run on CPUs: a problem where what any micro-batch needs is too much already, else a warning, for how much of
+    the rest processors keep is not measured."""
+    room, memory = ask.room, chosen.memory
+    least = sum(size for part, size in memory.gpu.items() if not grows_with_tokens(part))
+    needs = f"{_called(ask.config)} needs about {_gib(memory.total)} GiB a rank with {_settings(chosen)}"
+    tries = (*itertools.islice(_fitting_main_memory(ask, chosen), MOST_TRIES), ELSEWHERE)
+    if least > room.whole:
+        text = f"{needs}, {_gib(least)} GiB of it with any micro-batch: more than {room.whose}"
+        return [Problem(text, "", tries)], []
+    text = f"{MARK} {needs}, and {room.gib} GiB are usable of {room.whose}: it may run out of memory"
+    return [], [f"{text} (try  {tries[0]})"]
+
+
+def _fitting_main_memory(ask: Ask, chosen: Weighed) -> Iterator[str]:
+    """What to type, each of it found to fit: the fewest changes that do."""
+    kinds = [kind for kind in _cpu_changes(ask, chosen) if kind]
+    for count in range(1, len(kinds) + 1):
+        found = False
+        for some in itertools.combinations(kinds, count):
+            for picked in itertools.product(*some):
+                changed = ask
+                for _, change in picked:
+                    changed = change(changed)
+                one = _chosen(changed)
+                if one is not None and one.fits:
+                    found = True
+                    yield " ".join(words for words, _ in picked) + f"   ({_gib(one.memory.total)} GiB a rank)"
+        if found:
+            return
+
+
+def _cpu_changes(ask: Ask, chosen: Weighed) -> Iterator[list[tuple[str, Callable[[Ask], Ask]]]]:
+    """Kinds of changes that take less main memory, each with the ways to make it: words, and the run with them."""
+    config, most, need = ask.config, max(ask.slots), needed_tokens(ask)
+    kept = int((ask.room.usable - chosen.memory.total) * 4 // GIB) / 4 + config.memory.vision_cache_gib
+    if config.memory.vision_cache_gib > max(0.0, kept):
+        yield [_change(f"memory.vision_cache_gib={max(0.0, kept):g}", vision_cache_gib=max(0.0, kept))]
+    if config.memory.gradient_checkpointing != "all":
+        yield [_change("memory.gradient_checkpointing=all", gradient_checkpointing="all")]
+    if chosen.max_tokens > need:
+        batch = replace(config.batch, max_tokens=need)
+        yield [(f"batch.max_tokens={need}", lambda one: replace(one, config=replace(one.config, batch=batch)))]
+    if not (config.cluster.include or config.cluster.exclude):  # which gpus= cannot stand beside
+        yield [(f"gpus={count}", partial(_ranks, count=count)) for count in sorted({most // 2, 1}) if 0 < count < most]
+    yield [
+        (" ".join([f"tune={name}", *_parts_to_type(config.tune, name)]), partial(_tuned, tune=tune))
+        for name, tune in _lighter_tuning(config)
+        if not check_targets(ask.shape, tune)
+    ]
+
+
+def _change(words: str, **fields: Any) -> tuple[str, Callable[[Ask], Ask]]:
+    """Of `memory`."""
+    return words, lambda ask: replace(ask, config=replace(ask.config, memory=replace(ask.config.memory, **fields)))
+
+
+def _tuned(ask: Ask, tune: TuneConfig) -> Ask:
+    return replace(ask, config=replace(ask.config, tune=tune))
+
+
+def _ranks(ask: Ask, count: int) -> Ask:
+    """With so many ranks on each host, which share its main memory."""
+    more, room = max(ask.slots) / count, ask.room
+    room = replace(room, whole=int(room.whole * more), usable=int(room.usable * more))
+    return replace(ask, slots=(count,) * len(ask.slots), room=room)
 
 
 def _called(config: RunConfig) -> str:
@@ -178,6 +250,11 @@ def _number(gpus: int, ask: Ask) -> str:
     if gpus <= ask.per_host:
         return f"gpus={gpus}"
     return f"nodes={-(-gpus // ask.per_host)}" + (f" gpus={ask.per_host}" if min(ask.slots) < ask.per_host else "")
+
+
+def of_host(needed: Mapping[str, int], device: str) -> Mapping[str, int]:
+    """The part of MemoryEstimate.host that is not judged with the ranks: on CPUs, where these share it, the export."""
+    return needed if device == "cuda" or "export" in needed else {}
 
 
 def host_problems(

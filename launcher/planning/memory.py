@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from launcher.estimates import CONTEXT, FRAGMENTS, Load, MemoryEstimate
 from launcher.planning.activations import Activations, activations
 from launcher.planning.environ import ALLOCATOR, EXPANDABLE
+from launcher.planning.gpus import GIB
 from launcher.planning.groups import groups
-from launcher.planning.hostram import RANK_BYTES, disk_parts, host_parts
+from launcher.planning.hostram import FEATURES, RANK_BYTES, disk_parts, host_parts
 from launcher.planning.models import parameter_counts, trainable_counts
 from launcher.planning.setting import Setting
 from launcher.planning.states import Parts, States, plus, states
@@ -71,6 +72,8 @@ def moments(setting: Setting, load: Load) -> dict[str, Parts]:
     held, found = states(setting), activations(setting, load)
     kept = {f"activations: {part}": size for part, size in found.kept.items()}
     stays = {"tables of pictures": TABLES} if setting.fast_tower and load.patches else {}
+    if setting.device == "cpu":  # what is offloaded stays where it is
+        stays |= {f"offloaded {part}": size for part, size in held.host.items()}
     bare = {
         "loading": held.loading,
         "forward": plus(held.forward, kept, {GROWS: found.forward}, stays),
@@ -104,7 +107,8 @@ def _backward(held: States, found: Activations, kept: Parts, waiting: int) -> Pa
 def _with_overheads(setting: Setting, parts: Parts) -> Parts:
     parts = {name: size for name, size in parts.items() if size}
     if setting.device == "cpu":
-        return {**parts, CONTEXT: RANK_BYTES["cpu"]}
+        kept = int(setting.config.memory.vision_cache_gib * GIB)
+        return {**parts, **({FEATURES: kept} if kept else {}), CONTEXT: RANK_BYTES["cpu"]}
     parts["cuBLAS workspace"] = GPU.cublas
     share = GPU.share if _expandable(setting) else GPU.share_fixed_segments
     holes = min(GPU.most_holes, int(GPU.holes * parts.get("trained weights", 0)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -198,8 +200,7 @@ def _gpu(config: RunConfig, gpus: Sequence[LocalGpu]) -> tuple[str | None, int |
     kind: GpuKind | None = None
     if asked is not None:
         if asked not in GPU_KINDS:
-            known = ", ".join(GPU_KINDS)
-            raise ConfigError(Problem(f"cluster.gpu={asked} is not known: {known}", "", ("cluster.gpu=h100",)))
+            raise ConfigError(_no_kind(asked))
         name, kind = asked, GPU_KINDS[asked]
         gpus = [gpu for gpu in gpus if kind_of(gpu.name) is kind]
     elif gpus:
@@ -213,6 +214,27 @@ def _gpu(config: RunConfig, gpus: Sequence[LocalGpu]) -> tuple[str | None, int |
         min(memory) if memory else kind.memory_bytes if kind else None,
         min(capability) if capability else kind.capability if kind else None,
     )
+
+
+def _no_kind(asked: str) -> Problem:
+    """That `cluster.gpu` names no kind, or one of several sizes of memory."""
+    sizes = [key for key in GPU_KINDS if key.startswith(f"{asked.lower()}_")]
+    if len(sizes) > 1:
+        text = f"cluster.gpu={asked}: which one? It is made with {' or '.join(map(_memory, sizes))}"
+        return Problem(text, "", tuple(f"cluster.gpu={key}" for key in sizes))
+    meant = next((key for key, kind in GPU_KINDS.items() if kind is kind_of(asked)), None)
+    alike = difflib.get_close_matches(re.sub(r"[^a-z0-9]+", "_", asked.lower()), GPU_KINDS, n=1, cutoff=0.7)
+    near = meant or next(iter(alike), None)
+    text = f"cluster.gpu={asked} is no kind of GPU that is known; these are: {', '.join(GPU_KINDS)}"
+    tries = (
+        (f"cluster.gpu={near}",) if near else ("cluster.gpu=null   (on a machine with such GPUs: the driver is asked)",)
+    )
+    return Problem(text, "", tries)
+
+
+def _memory(key: str) -> str:
+    """`a100_80g` -> 80 GB."""
+    return f"{key.rpartition('_')[2].removesuffix('g')} GB"
 
 
 def _other_kind(config: RunConfig, pool: Pool, gpus: Sequence[LocalGpu]) -> list[str]:

@@ -18,18 +18,16 @@ from launcher.arithmetic import steps_per_epoch, warmup_steps
 from launcher.errors import ConfigError, Problem
 from launcher.families import PARTS
 from launcher.fingerprint import fingerprint, misfits
-from launcher.kernels import kernel_problems
 from launcher.planning.auto import Decision, choose, own_beside_auto
 from launcher.planning.batch_script import slurm_problems
 from launcher.planning.batches import plan_batch, train_rows
 from launcher.planning.candidates import AUTO, Ask
-from launcher.planning.choices import choose_attention, choose_precision, learning_rate
+from launcher.planning.choices import Numerics, choose_numerics, learning_rate
 from launcher.planning.command import with_port
 from launcher.planning.consistency import contradictions, oddities, profile_problems, withheld
 from launcher.planning.environ import RankEnvironment, declare, rank_environment
 from launcher.planning.facts import Facts
-from launcher.planning.fitting import host_problems, shortfall
-from launcher.planning.hostram import FEATURES
+from launcher.planning.fitting import host_problems, of_host, shortfall
 from launcher.planning.memory import disk_bytes
 from launcher.planning.models import (
     check_targets,
@@ -82,8 +80,7 @@ class _Decided:
     arch: dict[str, Any]
     shape: Shape
     placement: Placement
-    precision: tuple[str, str]  # and why
-    attention: tuple[str, str]  # and why
+    numerics: Numerics
     env: RankEnvironment
     notices: list[str]
     ask: Ask
@@ -97,13 +94,13 @@ def make_plan(config: RunConfig, facts: Facts, *, now: datetime) -> RunPlan:
     if config.zero.name == AUTO and config.zero.config is not None:
         problems.found.append(own_beside_auto(config))
     decided = _decide(config, facts, problems)
-    if decided is None or problems.found:
+    if decided is None:
         raise problems.error()
     plan = _assemble(config, facts, now, decided)
-    profile = profile_problems(config, plan.device, plan.world_size, plan.batch.total_steps)
-    late = [*_disk_problems(plan, facts), *_finished_problems(plan, facts), *profile]
-    if late:
-        raise ConfigError(*late)
+    problems.found.extend(profile_problems(config, plan.device, plan.world_size, plan.batch.total_steps))
+    problems.found.extend([*_disk_problems(plan, facts), *_finished_problems(plan, facts)])
+    if problems.found:
+        raise problems.error()
     return plan
 
 
@@ -122,42 +119,33 @@ def _decide(config: RunConfig, facts: Facts, problems: _Problems) -> _Decided | 
         problems.found.extend(check_targets(shape, config.tune))
         problems.found.extend(head_problems(shape, config.tune, config.task))
         problems.found.extend(data_problems(shape, config))
-        capability = None if placement is None else placement.capability
-        problems.found.extend(kernel_problems(config, shape.family, capability))
     if placement is not None:
         problems.found.extend(slurm_problems(config, placement.hosts[0].slots))
-    precision = problems.attempt(choose_precision, config, placement, shape.family) if placement and shape else None
-    attention = None
-    if placement is not None and precision is not None:
-        attention = problems.attempt(choose_attention, config, placement, precision[0], facts.lacking)
     nccl = problems.attempt(at_plan, config, declared, placement, facts.fabric) if placement and declared else None
     variables = nccl.variables() if nccl else {}
     env = problems.attempt(rank_environment, declared, facts, placement, variables) if placement and declared else None
-    if arch is None or shape is None or placement is None or declared is None or env is None:
+    if arch is None or shape is None or placement is None:
         return None
-    if precision is None or attention is None:
-        return None
-    ask = _ask(facts, placement, shape, config, precision[0], attention[0])
-    if ask is None:
-        return None
-    decision = problems.attempt(choose, ask)
-    if decision is None:
+    numerics = choose_numerics(config, placement, shape.family, facts.lacking)
+    problems.found.extend([*numerics.problems, *_bits_problems(config, facts, placement)])
+    ask = _ask(facts, placement, shape, config, numerics)
+    decision = None if ask is None else problems.attempt(choose, ask)
+    if ask is None or decision is None:
         return None
     too_small, tight = shortfall(ask, decision.chosen)
     ram = facts.ram_bytes if placement.transport == "local" and not placement.assumed else None
     if ram is not None:
-        here, needed = {placement.hosts[0].name: ram}, decision.chosen.memory.host
-        if placement.device == "cpu":  # where a rank's own memory is only warned of
-            needed = {FEATURES: needed[FEATURES]} if FEATURES in needed else {}
-        stage = decision.chosen.setting.stage
+        here, stage = {placement.hosts[0].name: ram}, decision.chosen.setting.stage
+        needed = of_host(decision.chosen.memory.host, placement.device)
         too_small += host_problems(here, placement.hosts, needed, config=config, stage=stage).values()
     problems.found.extend(too_small)
+    if declared is None or env is None:
+        return None
     return _Decided(
         arch=arch,
         shape=shape,
         placement=placement,
-        precision=precision,
-        attention=attention,
+        numerics=numerics,
         env=env,
         notices=[*declared.warnings, *(nccl.warnings if nccl else ()), *decision.notices],
         ask=ask,
@@ -166,9 +154,7 @@ def _decide(config: RunConfig, facts: Facts, problems: _Problems) -> _Decided | 
     )
 
 
-def _ask(
-    facts: Facts, placement: Placement, shape: Shape, config: RunConfig, precision: str, attention: str
-) -> Ask | None:
+def _ask(facts: Facts, placement: Placement, shape: Shape, config: RunConfig, numerics: Numerics) -> Ask | None:
     """The question that `auto` settings answer; None without the file of `zero=`, which is a problem already."""
     files = dict(facts.zero_files)
     if facts.zero_file is not None:
@@ -183,11 +169,12 @@ def _ask(
         shape=shape,
         files=files,
         own=facts.zero_config,
-        precision=precision,
+        precision=numerics.precision[0],
         lr=learning_rate(config),
         device=placement.device,
         gpu_kind=placement.gpu_kind,
-        attention=attention,
+        capability=placement.capability,
+        attention=numerics.attention[0],
         slots=tuple(host.slots for host in placement.hosts),
         per_host=max(most, seen),
         room=room_of(
@@ -224,10 +211,10 @@ def _assemble(config: RunConfig, facts: Facts, now: datetime, decided: _Decided)
         gpu_kind=placement.gpu_kind,
         master_addr=meeting_address(placement.hosts, config.cluster.master_addr),
         master_port=config.cluster.master_port,
-        precision=decided.precision[0],
-        precision_reason=decided.precision[1],
-        attention=decided.attention[0],
-        attention_reason=decided.attention[1],
+        precision=decided.numerics.precision[0],
+        precision_reason=decided.numerics.precision[1],
+        attention=decided.numerics.attention[0],
+        attention_reason=decided.numerics.attention[1],
         checkpointed_layers=chosen.layers,
         lr=decided.ask.lr,
         warmup_steps=warmup,
@@ -237,6 +224,7 @@ def _assemble(config: RunConfig, facts: Facts, now: datetime, decided: _Decided)
         batch=batch,
         cost=cost_model(shape),
         deepspeed=chosen.setting.deepspeed,
+        capability=placement.capability,
         memory=chosen.memory.gpu,
         memory_moment=chosen.memory.moment,
         host_memory=chosen.memory.host,
@@ -281,6 +269,15 @@ def run_folder(config: RunConfig, facts: Facts, now: datetime) -> str:
     while (name if number == 1 else f"{name}-{number}") in facts.taken:
         number += 1
     return str(Path(facts.run_root) / (name if number == 1 else f"{name}-{number}"))
+
+
+def _bits_problems(config: RunConfig, facts: Facts, placement: Placement) -> list[Problem]:
+    """That this machine lacks bitsandbytes, where it runs the ranks; other hosts are asked before these start."""
+    if not facts.lacks_bits or placement.transport != "local" or placement.assumed:
+        return []
+    text = f"{' and '.join(config.few_bits)}: bitsandbytes is needed, and is not installed"
+    instead = [{"tune=qlora": "tune=lora", "optim=adamw8bit": "optim=adamw"}[word] for word in config.few_bits]
+    return [Problem(text, "", ("pip install bitsandbytes", f"{' '.join(instead)}   (does without)"))]
 
 
 def _finished_problems(plan: RunPlan, facts: Facts) -> list[Problem]:

@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher.errors import ConfigError, Problem
-from launcher.kernels import kernel_problems
 from launcher.planning.auto import choose
 from launcher.planning.batches import micro_steps
 from launcher.planning.candidates import Ask
-from launcher.planning.choices import choose_attention, choose_precision
+from launcher.planning.choices import choose_numerics
 from launcher.planning.facts import TextFile
-from launcher.planning.fitting import MARK, host_problems, shortfall
-from launcher.planning.gpus import kind_of
+from launcher.planning.fitting import MARK, host_problems, of_host, shortfall
+from launcher.planning.gpus import capability_of
 from launcher.planning.placement import Placement
 from launcher.planning.rates import measured_on
 from launcher.planning.room import Room, room_of
@@ -33,6 +32,7 @@ class SeenGpu:
     total_bytes: int
     used_bytes: int  # by others: nothing of the run has started
     users: str  # who they are, "" when that is not seen
+    capability: tuple[int, int] | None = None  # CUDA compute capability, None where the driver does not tell it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,21 +54,32 @@ def refit(
 ) -> Refitted:
     """The plan with the settings that are auto chosen for the fullest of `gpus`; `ram`: bytes of each host.
 
-    `files`: those of ds_configs/ by name; `own`: the user's DeepSpeed JSON; `measured`: Facts.measured. A CPU run stays
-    as it is.
+    `files`: those of ds_configs/ by name; `own`: the user's DeepSpeed JSON; `measured`: Facts.measured. A CPU run is
+    only held against main memory that nobody had seen.
     """
     rooms = [(_room(plan, gpu), gpu) for gpu in gpus]
-    if plan.device == "cpu" or not rooms:
+    if plan.device == "cpu":
+        return _on_cpus(plan, ram, files, own)
+    if not rooms:
         return Refitted(plan=plan)
     room, gpu = min(rooms, key=lambda pair: pair[0].usable)
-    oldest = min((gpu for _, gpu in rooms), key=_capability)  # what it cannot compute in, no rank can
-    if plan.gpu_kind is not None and plan.memory_capacity == room.whole and not _surprises(plan, oldest):
+    known = [(capability, one) for _, one in rooms if (capability := _capability(plan, one)) is not None]
+    # What the oldest cannot compute in, no rank can: ranks decide by it too.
+    capability, oldest = min(known, key=lambda pair: pair[0]) if known else (None, gpu)
+    if plan.gpu_kind is not None and plan.memory_capacity == room.whole and capability == plan.capability:
         return Refitted(plan=plan, problems=_of_hosts(plan, ram))  # all is as it was planned for
+    ask = replace(
+        _ask(plan, room, files, own), gpu_kind=gpu.name, capability=capability, measured=measured_on(gpu.name, measured)
+    )
+    refused: tuple[Problem, ...] = ()
+    if capability is not None and capability != plan.capability:
+        numerics = choose_numerics(plan.config, _placement(plan, oldest, capability), ask.shape.family)
+        ask, refused = replace(ask, precision=numerics.precision[0]), numerics.problems
+    early = tuple((oldest.host, problem, True) for problem in refused)
     try:
-        ask = replace(_ask(plan, room, gpu, files, own, oldest), measured=measured_on(gpu.name, measured))
         decision = choose(ask)
     except ConfigError as error:
-        return Refitted(plan=plan, problems=tuple((gpu.host, problem, True) for problem in error.problems))
+        return Refitted(plan=plan, problems=(*early, *((gpu.host, problem, True) for problem in error.problems)))
     chosen = decision.chosen
     problems, warnings = shortfall(ask, chosen)
     warnings = [*(text for text in plan.warnings if not text.startswith(MARK)), *warnings]
@@ -81,6 +92,7 @@ def refit(
     fitted = replace(
         plan,
         gpu_kind=gpu.name,
+        capability=capability,
         precision=ask.precision,
         precision_reason=reason,
         checkpointed_layers=chosen.layers,
@@ -98,7 +110,9 @@ def refit(
     )
     held = gpu.used_bytes > 0 and _room(plan, replace(gpu, used_bytes=0)).usable >= chosen.memory.total
     told = tuple((gpu.host, _in_use(problem, gpu) if held else problem, not held) for problem in problems)
-    return Refitted(plan=fitted, problems=(*told, *_of_hosts(fitted, ram)), notes=tuple(_notes(plan, fitted, room)))
+    return Refitted(
+        plan=fitted, problems=(*early, *told, *_of_hosts(fitted, ram)), notes=tuple(_notes(plan, fitted, room))
+    )
 
 
 def _room(plan: RunPlan, gpu: SeenGpu) -> Room:
@@ -113,47 +127,50 @@ def _room(plan: RunPlan, gpu: SeenGpu) -> Room:
     )
 
 
-def _capability(gpu: SeenGpu) -> tuple[int, int]:
-    kind = kind_of(gpu.name)
-    return (99, 0) if kind is None else kind.capability
+def _capability(plan: RunPlan, gpu: SeenGpu) -> tuple[int, int] | None:
+    """As its driver tells it, else by its name, else what the plan knows of GPUs of this name."""
+    planned = plan.capability if plan.gpu_kind == gpu.name else None
+    return gpu.capability or capability_of(gpu.name) or planned
 
 
-def _surprises(plan: RunPlan, oldest: SeenGpu) -> bool:
-    """Whether the number format was chosen for other GPUs than the oldest of the run."""
-    kind = kind_of(oldest.name)
-    return kind is not None and (plan.gpu_kind is None or kind_of(plan.gpu_kind) is not kind)
+def _placement(plan: RunPlan, gpu: SeenGpu, capability: tuple[int, int]) -> Placement:
+    return Placement(
+        hosts=plan.hosts,
+        source=plan.hosts_source,
+        assumed=False,
+        transport=plan.transport,
+        device=plan.device,
+        gpu_kind=gpu.name,
+        memory_bytes=gpu.total_bytes,
+        capability=capability,
+    )
 
 
-def _ask(
-    plan: RunPlan, room: Room, gpu: SeenGpu, files: Mapping[str, TextFile], own: TextFile | None, oldest: SeenGpu
-) -> Ask:
+def _on_cpus(plan: RunPlan, ram: Mapping[str, int], files: Mapping[str, TextFile], own: TextFile | None) -> Refitted:
+    shares = {host.name: ram[host.name] // host.slots for host in plan.hosts if host.name in ram}
+    if plan.memory_capacity is not None or not shares:
+        return Refitted(plan=plan)
+    host, share = min(shares.items(), key=lambda pair: pair[1])
+    headroom = plan.config.memory.headroom
+    ask = _ask(plan, room_of(share, headroom=headroom, device="cpu", kind=None, which=f"a rank of {host}"), files, own)
+    problems, warnings = shortfall(ask, choose(ask).chosen)
+    seen = replace(plan, memory_capacity=share, warnings=(*plan.warnings, *warnings))
+    return Refitted(plan=seen, problems=(*((host, problem, True) for problem in problems), *_of_hosts(plan, ram)))
+
+
+def _ask(plan: RunPlan, room: Room, files: Mapping[str, TextFile], own: TextFile | None) -> Ask:
     config, shape = plan.config, read_shape(plan.config.model, plan.arch)
-    precision = plan.precision
-    if _surprises(plan, oldest):
-        there = Placement(
-            hosts=plan.hosts,
-            source=plan.hosts_source,
-            assumed=False,
-            transport=plan.transport,
-            device=plan.device,
-            gpu_kind=oldest.name,
-            memory_bytes=oldest.total_bytes,
-            capability=_capability(oldest),
-        )
-        precision = choose_precision(config, there, shape.family)[0]
-        choose_attention(config, there, precision, None)  # or refuse what these GPUs cannot compute
-        if problems := kernel_problems(config, shape.family, there.capability):
-            raise ConfigError(*problems)
     slots = tuple(host.slots for host in plan.hosts)
     return Ask(
         config=config,
         shape=shape,
         files=files,
         own=own,
-        precision=precision,
+        precision=plan.precision,
         lr=plan.lr,
         device=plan.device,
-        gpu_kind=gpu.name,
+        gpu_kind=plan.gpu_kind,
+        capability=plan.capability,
         attention=plan.attention,
         slots=slots,
         per_host=max(slots),
@@ -173,11 +190,11 @@ def _in_use(problem: Problem, gpu: SeenGpu) -> Problem:
 
 
 def _of_hosts(plan: RunPlan, ram: Mapping[str, int]) -> tuple[tuple[str, Problem, bool], ...]:
-    if not plan.host_memory:
+    needed = of_host(plan.host_memory, plan.device)
+    if not needed:
         return ()
-    found = host_problems(
-        ram, plan.hosts, plan.host_memory, config=plan.config, stage=plan.deepspeed["zero_optimization"]["stage"]
-    )
+    stage = plan.deepspeed["zero_optimization"]["stage"]
+    found = host_problems(ram, plan.hosts, needed, config=plan.config, stage=stage)
     return tuple((host, problem, True) for host, problem in found.items())
 
 

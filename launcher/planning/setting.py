@@ -7,7 +7,6 @@ from typing import Any
 
 from launcher.attention_needs import AMPERE, HOPPER
 from launcher.kernels import fused_layers, without_triton
-from launcher.planning.gpus import capability_of
 from launcher.planning.shapes import Shape
 from launcher.spec import RunConfig
 
@@ -22,6 +21,7 @@ class Setting:
     precision: str  # bf16 | fp16 | fp32
     device: str  # cuda | cpu
     gpu_kind: str | None  # a key of gpus.GPU_KINDS or a driver's device name
+    capability: tuple[int, int] | None  # as RunPlan.capability
     world: int  # ranks
     slots: int  # ranks of a host, the most that any has
     checkpointed_layers: int  # decoder layers recomputed in the backward pass
@@ -32,11 +32,6 @@ class Setting:
     def stage(self) -> int:
         """ZeRO stage."""
         return int(self.deepspeed["zero_optimization"]["stage"])
-
-    @property
-    def capability(self) -> tuple[int, int] | None:
-        """Compute capability of the GPUs; None where it is not known."""
-        return capability_of(self.gpu_kind)
 
     @property
     def fused(self) -> bool:

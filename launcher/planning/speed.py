@@ -69,7 +69,9 @@ def predict(setting: Setting, step: Load, micro_steps: int, rates: Rates, *, len
     micro = _share(step, setting, micro_steps)
     done, moved = work(setting, micro, sizes, rates), links(setting, sizes, rates)
     phases = _phases(done, moved)
-    parts = _parts(setting, done, sizes, moved, phases, micro_steps, rates)
+    beside = _beside(setting, sizes, moved, rates)
+    parts = _parts(setting, done, moved, phases, beside, micro_steps)
+    timeline, micro_s = _timeline(done, moved, phases, beside, parts.get(PICTURES, 0.0) / micro_steps)
     step_s = sum(parts.values())
     needed = sum(passes.needed for passes in flops(setting, step).values())
     return TimeEstimate(
@@ -83,7 +85,9 @@ def predict(setting: Setting, step: Load, micro_steps: int, rates: Rates, *, len
         rates=rates.source,
         load=lengths,
         compute_bound_tokens=_compute_bound_tokens(setting, micro, rates),
-        timeline=_timeline(done, moved, phases, parts),
+        micro_steps=micro_steps,
+        micro_s=micro_s,
+        timeline=timeline,
     )
 
 
@@ -131,26 +135,37 @@ def _phases(done: Work, moved: Links) -> tuple[_Phase, _Phase]:
     return found[0], found[1]
 
 
-def _parts(
-    setting: Setting,
-    done: Work,
-    sizes: Sizes,
-    moved: Links,
-    phases: tuple[_Phase, _Phase],
-    micro_steps: int,
-    rates: Rates,
-) -> dict[str, float]:
-    """Seconds by part of the whole step. Scores that attention kernels compute again stay with attention."""
-    n, slower, memory = micro_steps, rates.launch_s / LAUNCH_S, 1 / (rates.memory_gbs * GB)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Beside:
+    """Seconds beside the passes: of the host before each micro-step's first kernel, of the GPU for its gradients; then
+    of both once a step."""
+
+    begin_s: float
+    gradients_s: float
+    finish_s: float
+    optimizer_s: float
+
+
+def _beside(setting: Setting, sizes: Sizes, moved: Links, rates: Rates) -> _Beside:
+    slower, memory = rates.launch_s / LAUNCH_S, 1 / (rates.memory_gbs * GB)
     own = sizes.trained / setting.world if setting.stage else sizes.trained
     gradient = fitted.STAGE2_GRADIENT_BYTES if setting.stage == 2 else fitted.GRADIENT_BYTES
-    optimizer = n * gradient * sizes.trained * memory
-    if not moved.cpu_step_s:
-        optimizer += fitted.OPTIMIZER_BYTES * own * memory
+    tensor = {2: fitted.TENSOR_STEP_S, 3: fitted.TENSOR_STEP3_S}.get(setting.stage, fitted.TENSOR_STEP1_S)
+    return _Beside(
+        begin_s=slower * fitted.MICRO_STEP_S,
+        gradients_s=gradient * sizes.trained * memory,
+        finish_s=slower * (fitted.STEP_S + sizes.tensors * tensor),
+        optimizer_s=0.0 if moved.cpu_step_s else fitted.OPTIMIZER_BYTES * own * memory,
+    )
+
+
+def _parts(
+    setting: Setting, done: Work, moved: Links, phases: tuple[_Phase, _Phase], beside: _Beside, micro_steps: int
+) -> dict[str, float]:
+    """Seconds by part of the whole step. Scores that attention kernels compute again stay with attention."""
+    n = micro_steps
     waits = n * (sum(p.network_s for p in phases) + moved.first_gather_s) + moved.reduce_step_s + moved.gather_step_s
     exposed = 0.0 if moved.overlaps else n * moved.reduce_s
-    tensor = {2: fitted.TENSOR_STEP_S, 3: fitted.TENSOR_STEP3_S}.get(setting.stage, fitted.TENSOR_STEP1_S)
-    host = n * (sum(p.host_s for p in phases) + slower * fitted.MICRO_STEP_S)
     parts = {name: n * passes.needed for name, passes in done.gpu.items()}
     again = {name: n * passes.again for name, passes in done.gpu.items()}
     for name in ("attention", "head") if not setting.checkpointed_layers else ("head",):
@@ -158,11 +173,11 @@ def _parts(
             parts[name] += again.pop(name)
     parts |= {
         "computed again": sum(again.values()),
-        OPTIMIZER: optimizer,
+        OPTIMIZER: n * beside.gradients_s + beside.optimizer_s,
         HOST_OPTIMIZER: moved.cpu_step_s,
         NETWORK: waits + exposed,
         HOST_LINK: n * moved.host_micro_s + moved.host_step_s,
-        PROCESSOR: host + slower * (fitted.STEP_S + sizes.tensors * tensor),
+        PROCESSOR: n * (sum(p.host_s for p in phases) + beside.begin_s) + beside.finish_s,
     }
     # Threads make pictures meanwhile, some micro-batches ahead.
     parts[PICTURES] = n * done.pictures_s - sum(parts.values())
@@ -199,25 +214,42 @@ def _compute_bound_tokens(setting: Setting, micro: Load, rates: Rates) -> int | 
 
 
 def _timeline(
-    done: Work, moved: Links, phases: tuple[_Phase, _Phase], parts: dict[str, float]
-) -> tuple[Span, ...]:  # fmt: skip
-    """One micro-step and the optimizer; spans of no length are left out."""
-    ahead, back = moved.first_gather_s, moved.first_gather_s + phases[0].all_s
+    done: Work, moved: Links, phases: tuple[_Phase, _Phase], beside: _Beside, pictures_s: float
+) -> tuple[tuple[Span, ...], float]:
+    """One micro-step and the optimizer, and when the micro-step ends; spans of no length are left out.
+
+    Lengths are those that `_parts` adds up: a step is its micro-steps and what comes behind the first one here.
+    """
+    begun = pictures_s + beside.begin_s
+    ahead = begun + moved.first_gather_s
+    back = ahead + phases[0].all_s
     end = back + phases[1].all_s
-    exposed = 0.0 if moved.overlaps else moved.reduce_s + moved.reduce_step_s
-    ready = end + max(exposed, moved.host_micro_s)
-    updated = ready + parts.get(OPTIMIZER, 0.0) + parts.get(HOST_OPTIMIZER, 0.0)
-    spans = (
-        Span(lane="network", name="gather weights", begin_s=0.0, end_s=max(ahead, moved.gather_forward_s)),
-        Span(lane="GPU", name="forward", begin_s=ahead, end_s=back),
-        Span(lane="host", name="forward", begin_s=ahead, end_s=ahead + done.host.forward),
-        Span(lane="GPU", name="backward", begin_s=back, end_s=end),
-        Span(lane="host", name="backward", begin_s=back, end_s=back + done.host.backward + done.host.again),
-        Span(lane="network", name="gather weights", begin_s=back, end_s=back + moved.gather_backward_s),
-        Span(lane="network", name="sum gradients", begin_s=end - moved.overlaps * moved.reduce_s, end_s=end + exposed),
-        Span(lane="host link", name="gradients", begin_s=end, end_s=end + moved.host_micro_s),
-        Span(lane="host" if moved.cpu_step_s else "GPU", name="optimizer", begin_s=ready, end_s=updated),
-        Span(lane="host link", name="weights", begin_s=updated, end_s=updated + moved.host_step_s),
-        Span(lane="network", name="gather weights", begin_s=updated, end_s=updated + moved.gather_step_s),
+    summed = end + (0.0 if moved.overlaps else moved.reduce_s)
+    sent = summed + moved.host_micro_s
+    micro = sent + beside.gradients_s
+    whole = micro + moved.reduce_step_s
+    told = whole + beside.finish_s
+    updated = told + beside.optimizer_s + moved.cpu_step_s
+    back_up = updated + moved.host_step_s
+    gathered = max(ahead, begun + moved.gather_forward_s)
+    asked = back + done.host.backward + done.host.again
+    rows = (
+        ("host", "pictures", 0.0, pictures_s),
+        ("host", "begin", pictures_s, begun),
+        ("network", "gather weights", begun, gathered),
+        ("GPU", "forward", ahead, back),
+        ("host", "forward", ahead, ahead + done.host.forward),
+        ("GPU", "backward", back, end),
+        ("host", "backward", back, asked),
+        ("network", "gather weights", back, back + moved.gather_backward_s),
+        ("network", "sum gradients", summed - moved.reduce_s, summed),
+        ("host link", "gradients", summed, sent),
+        ("GPU", "add gradients", sent, micro),
+        ("network", "sum gradients", micro, whole),
+        ("host", "finish", whole, told),
+        ("host" if moved.cpu_step_s else "GPU", "optimizer", told, updated),
+        ("host link", "weights", updated, back_up),
+        ("network", "gather weights", back_up, back_up + moved.gather_step_s),
     )
-    return tuple(span for span in spans if span.end_s - span.begin_s > 1e-9)
+    spans = (Span(lane=lane, name=name, begin_s=begin, end_s=end) for lane, name, begin, end in rows)
+    return tuple(span for span in spans if span.end_s - span.begin_s > 1e-9), micro

@@ -13,6 +13,7 @@ import re
 import shutil
 import socket
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,8 @@ class _Gatherer:
             prepared=self._prepared(),
             measured=tuple(read_speeds()),
             arch=self._arch(),
-            lacking=self._lacking(),
+            lacking=missing(config.attention.name) if self._own_python() else None,
+            lacks_bits=bool(config.few_bits) and self._own_python() and find_spec("bitsandbytes") is None,
             weights_on_disk=self._weights(),
             zero_file=self._zero_file(),
             zero_files=zero_files(),
@@ -218,11 +220,10 @@ class _Gatherer:
             text = f"{self._named('model.adapter', folder)}: no {ADAPTER} in it"
             self._problem(text, "model.adapter=FOLDER as peft, or export RUN --adapter, writes it")
 
-    def _lacking(self) -> str | None:
-        """What the kernel that is asked for needs of this interpreter; others are asked before ranks start."""
+    def _own_python(self) -> bool:
+        """Whether ranks run by this interpreter, whose packages are seen; others are asked before ranks start."""
         cluster = self.config.cluster
-        other = cluster.python or cluster.activate or cluster.wrap
-        return None if other else missing(self.config.attention.name)
+        return not (cluster.python or cluster.activate or cluster.wrap)
 
     def _weights(self) -> bool:
         model = self.config.model

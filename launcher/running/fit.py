@@ -43,4 +43,5 @@ def _gpus(plan: RunPlan, looks: Looks) -> Iterator[SeenGpu]:
                     total_bytes=gpu["total"],
                     used_bytes=gpu["used"] or 0,
                     users=several([user_text(user) for user in gpu["users"]]),
+                    capability=(able[0], able[1]) if (able := gpu.get("capability")) else None,
                 )

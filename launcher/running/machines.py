@@ -46,8 +46,8 @@ class Reference:
 
 def modules(plan: RunPlan) -> list[str]:
     """What ranks import."""
-    few_bits = plan.config.tune.name == "qlora" or plan.config.optim.name == "adamw8bit"
-    more = [*(["peft"] if uses_lora(plan.config.tune) else []), *(["bitsandbytes"] if few_bits else [])]
+    config = plan.config
+    more = [*(["peft"] if uses_lora(config.tune) else []), *(["bitsandbytes"] if config.few_bits else [])]
     return ["torch", "deepspeed", "transformers", *more, "launcher"]
 
 

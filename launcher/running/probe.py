@@ -33,6 +33,7 @@ RUN_ID = "LAUNCHER_RUN_ID"
 SOURCES = (".py", ".yaml", ".json")
 ENDS = 2**20  # bytes of each end of a file that are compared; hashing hundreds of gigabytes would take minutes
 SMI = ("nvidia-smi", "/usr/bin/nvidia-smi", "/usr/local/nvidia/bin/nvidia-smi")
+APP_FIELDS, ABLE_FIELDS = "gpu_uuid,pid,process_name,used_memory", "uuid,compute_cap"
 GPU_FIELDS = "index,uuid,name,memory.total,memory.used,compute_mode,driver_version,pci.bus_id"
 SMI_S = 20.0  # without the persistence daemon the driver starts up first
 NONCE_S = 5.0  # for a caller to read who answers
@@ -306,9 +307,13 @@ def gpus() -> List[Fields]:
     program = next(filter(None, map(shutil.which, SMI)), None)
     if program is None:
         raise OSError(errno.ENOENT, "no nvidia-smi")
-    asked = ("--query-gpu=" + GPU_FIELDS, "--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
-    with ThreadPoolExecutor(len(asked)) as pool:  # each takes up to a second
-        listed, used = pool.map(lambda words: output(program, words, "--format=csv,noheader,nounits"), asked)
+    form = "--format=csv,noheader,nounits"
+    with ThreadPoolExecutor(3) as pool:  # each takes up to a second
+        asked = [pool.submit(output, program, "--query-gpu=" + GPU_FIELDS, form)]
+        asked += [pool.submit(output, program, "--query-compute-apps=" + APP_FIELDS, form)]
+        able = pool.submit(tried, output, program, "--query-gpu=" + ABLE_FIELDS, form)  # old drivers know no such field
+    listed, used = [answer.result() for answer in asked]
+    able_of = {} if failed(able.result()) else {uuid: numbers(text) for uuid, text in rows(able.result(), 2)}
     users: Dict[str, List[Fields]] = {}
     for words in rows(used, 4):
         user = {"pid": int(words[1]), "name": words[2], "user": owner(words[1]), "bytes": mebibytes(words[3])}
@@ -316,8 +321,14 @@ def gpus() -> List[Fields]:
     found = []
     for index, uuid, name, total, busy, mode, driver, bus in rows(listed, 8):
         gpu = {"index": int(index), "uuid": uuid, "name": name, "total": mebibytes(total), "used": mebibytes(busy)}
+        gpu["capability"] = able_of.get(uuid)
         found.append(dict(gpu, mode=mode, driver=driver, node=node_of(bus), users=users.get(uuid, [])))
     return found
+
+
+def numbers(text: str) -> Optional[List[int]]:
+    """`7.5` -> 7, 5; None for what is not told."""
+    return [int(word) for word in text.split(".")] if re.match(r"\d+\.\d+$", text) else None
 
 
 def rows(text: str, width: int) -> List[List[str]]:

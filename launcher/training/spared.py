@@ -31,8 +31,7 @@ def muon_update(*args: Any, **kwargs: Any) -> None:
 
 def spare_imports(plan: RunPlan, modules: dict[str, Any] = sys.modules) -> None:
     """Let those that this run has no use for seem not installed; to be called before torch is imported."""
-    needs_bits = plan.config.tune.name == "qlora" or plan.config.optim.name == "adamw8bit"
-    for name in NEVER if needs_bits else (*NEVER, *WITHOUT_BITS):
+    for name in NEVER if plan.config.few_bits else (*NEVER, *WITHOUT_BITS):
         modules.setdefault(name, None)
     for name, content in (("muon_optimizer", MuonWithAuxAdam), ("original_muon", muon_update)):
         stand_in = ModuleType(f"{MUON}.{name}")

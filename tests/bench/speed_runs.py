@@ -111,6 +111,7 @@ def setting_of(
         precision="bf16",
         device="cuda",
         gpu_kind="h200",
+        capability=(9, 0),
         world=gpus,
         slots=min(slots, gpus),
         checkpointed_layers=shape.layers if AGAIN[0] in words else 0,
