@@ -9,9 +9,10 @@ takes the fastest that FOLDER has a measurement of.
 
 FOLDER gets the checkpoint (or --model names another place for it), the rows, the logs, outcomes.jsonl (one line a run,
 added to) and table.txt. A step is as many rows on both sides; seconds are medians of steps after the first ones, each
-side's own clock. Our rows are counted before (`check data`), so that micro-batches are planned for what they hold. Share of the limit is the least time that the arithmetic of shared prefixes needs at the GPU's rate,
-over the time taken; `own` counts what a side computes by its own way of packing: the peer repeats the query for each
-document. Exit code 1: a side failed, or the losses differ.
+side's own clock. Our rows are counted before (`check data`), so that micro-batches are planned for what they hold.
+Share of the limit is the least time that the arithmetic of shared prefixes needs at the GPU's rate, over the time
+taken; `own` counts what a side computes by its own way of packing: the peer repeats the query for each document. Exit
+code 1: a side failed, or the losses differ.
 """
 
 from __future__ import annotations
