@@ -20,7 +20,10 @@ from launcher.spec import Host, RunConfig, TuneConfig
 
 HEADROOM, SHORTEST = 0.05, 256  # of a GPU, as conf/memory/auto.yaml has it; tokens of a prompt that are worth advising
 MOST_TRIES = 4
-ELSEWHERE = "hosts with GPUs, or with more main memory   (cluster.hostfile=FILE)"
+ELSEWHERE = (
+    "hosts with GPUs, or with more main memory   (cluster.hostfile=FILE)",
+    "cluster.gpu=h200   (with `plan`: for GPUs that are not in this machine)",
+)
 MARK = "memory:"  # begins warnings that are made anew once GPUs have been looked at
 
 
@@ -51,7 +54,7 @@ def _short_of_main_memory(ask: Ask, chosen: Weighed) -> tuple[list[Problem], lis
     room, memory = ask.room, chosen.memory
     least = sum(size for part, size in memory.gpu.items() if not grows_with_tokens(part))
     needs = f"{_called(ask.config)} needs about {_gib(memory.total)} GiB a rank with {_settings(chosen)}"
-    tries = (*itertools.islice(_fitting_main_memory(ask, chosen), MOST_TRIES), ELSEWHERE)
+    tries = (*itertools.islice(_fitting_main_memory(ask, chosen), MOST_TRIES), *ELSEWHERE)
     if least > room.whole:
         text = f"{needs}, {_gib(least)} GiB of it with any micro-batch: more than {room.whose}"
         return [Problem(text, "", tries)], []
