@@ -111,20 +111,25 @@ def _device(section: Any) -> str | None:
     return found if found in ("cpu", "nvme") else None
 
 
-def sizes_of(setting: Setting) -> Sizes:
-    """Parameters that are gathered and trained. In the backward pass a part is needed if gradients run through it."""
+def sizes_of(setting: Setting, *, sees: bool) -> Sizes:
+    """Parameters that are gathered and trained. In the backward pass a part is needed if gradients run through it.
+
+    `sees`: whether there are pictures; without any the tower never runs.
+    """
     shape, tune, task = setting.shape, setting.config.tune, setting.config.task
     counts = parameter_counts(shape)
     trained = sum(trainable_counts(shape, tune, task).values())
     tower, projector = tune.vision != "frozen", tune.vision != "frozen" or tune.projector != "frozen"
     head = counts["head"] or counts["embeddings"]
-    forward = sum(counts[part] for part in ("language", "embeddings", "vision", "projector"))
-    backward = counts["language"] * reaches_language(tune) + counts["vision"] * tower + counts["projector"] * projector
+    runs = ("language", "embeddings", *(("vision", "projector") if sees else ()))
+    forward = sum(counts[part] for part in runs)
+    backward = counts["language"] * reaches_language(tune)
+    backward += sees * (counts["vision"] * tower + counts["projector"] * projector)
     if task.name == "sft":
         forward, backward = forward + head, backward + head
     a_layer = 1 if setting.fused else len(shape.decoder(0)) + (2 if shape.experts else 0)  # fused: gathered whole
     v = shape.vision
-    blocks, mergers = (v.depth * len(v.block), 2 * (1 + v.deepstack)) if v else (0, 0)
+    blocks, mergers = (v.depth * len(v.block), 2 * (1 + v.deepstack)) if v and sees else (0, 0)
     return Sizes(
         forward=forward,
         backward=backward,

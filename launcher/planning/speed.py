@@ -65,8 +65,8 @@ def predict(setting: Setting, step: Load, micro_steps: int, rates: Rates, *, len
 
     `lengths` says where these come from. The slowest rank decides: it has a row more where rows don't divide evenly.
     """
-    sizes = sizes_of(setting)
     micro = _share(step, setting, micro_steps)
+    sizes = sizes_of(setting, sees=micro.patches > 0)
     done, moved = work(setting, micro, sizes, rates), links(setting, sizes, rates)
     phases = _phases(done, moved)
     beside = _beside(setting, sizes, moved, rates)
@@ -150,7 +150,8 @@ def _beside(setting: Setting, sizes: Sizes, moved: Links, rates: Rates) -> _Besi
     slower, memory = rates.launch_s / LAUNCH_S, 1 / (rates.memory_gbs * GB)
     own = sizes.trained / setting.world if setting.stage else sizes.trained
     gradient = fitted.STAGE2_GRADIENT_BYTES if setting.stage == 2 else fitted.GRADIENT_BYTES
-    tensor = {2: fitted.TENSOR_STEP_S, 3: fitted.TENSOR_STEP3_S}.get(setting.stage, fitted.TENSOR_STEP1_S)
+    sharded = fitted.FUSED_STEP3_S if setting.fused else fitted.TENSOR_STEP3_S
+    tensor = {2: fitted.TENSOR_STEP_S, 3: sharded}.get(setting.stage, fitted.TENSOR_STEP1_S)
     return _Beside(
         begin_s=slower * fitted.MICRO_STEP_S,
         gradients_s=gradient * sizes.trained * memory,
@@ -204,7 +205,7 @@ def _compute_bound_tokens(setting: Setting, micro: Load, rates: Rates) -> int | 
     sharded = setting
     if setting.stage != 3:
         sharded = replace(setting, deepspeed={**setting.deepspeed, "zero_optimization": {**zero, "stage": 3}})
-    sizes = sizes_of(sharded)
+    sizes = sizes_of(sharded, sees=micro.patches > 0)
     done, moved = work(sharded, micro, sizes, rates), links(sharded, sizes, rates)
     beside = (
         (done.forward_s, max(done.host.forward, moved.gather_forward_s)),

@@ -130,8 +130,7 @@ def _host(setting: Setting, load: Load, sizes: Sizes, rates: Rates) -> Passes:
     """Kernels called, gradients taken by ZeRO, and in stage 3 its Python around every module."""
     shape, tune, v = setting.shape, setting.config.tune, setting.shape.vision
     adapters, trains_tower = len(lora_modules(shape, tune)), tune.vision != "frozen"
-    runs_tower = v is not None and (load.patches > 0 or setting.stage == 3 or trains_tower)
-    blocks = v.depth if v is not None and runs_tower else 0
+    blocks = v.depth if v is not None and load.patches > 0 else 0
     each = fitted.LAYER_KERNELS + (shape.experts.count * fitted.EXPERT_KERNELS if shape.experts else 0)
     deltas = shape.layers - len(shape.attending)
     language = shape.layers * each + adapters * fitted.ADAPTER_KERNELS + deltas * fitted.DELTA_KERNELS
@@ -152,9 +151,9 @@ def _zero3(setting: Setting, sizes: Sizes, adapters: int, blocks: int) -> Passes
     shape, tune = setting.shape, setting.config.tune
     # Beside its linear modules a layer has norms, attention, MLP, activation and itself.
     layers = (shape.layers * (len(shape.decoder(0)) + 8) + 4 * adapters) * fitted.MODULE_S
-    if setting.fused:
-        layers = shape.layers * fitted.LEAF_S
     tower = 10 * blocks * fitted.MODULE_S
+    if setting.fused:
+        layers, tower = shape.layers * fitted.LEAF_S, blocks * fitted.BLOCK_S
     forward = layers + tower + sizes.gathers[0] * fitted.GATHER_S
     back = layers * reaches_language(tune) + tower * (tune.vision != "frozen") + sizes.gathers[1] * fitted.GATHER_S
     return Passes(forward=forward, backward=fitted.ZERO3_BACKWARD * back, again=back * setting.recomputed)

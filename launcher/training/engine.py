@@ -24,11 +24,16 @@ from launcher.training.vision_sight import make_sight
 
 
 def build_scorer(
-    plan: RunPlan, processor: Any, device: torch.device, gather: Gather = lambda value: [value]
+    plan: RunPlan,
+    processor: Any,
+    device: torch.device,
+    gather: Gather = lambda value: [value],
+    *,
+    sees: bool = True,
 ) -> scoring.Scorer:
     """The plan's model, tuned as asked, with its attention kernel installed; not yet in an engine.
 
-    `gather` gives every rank's value where there are several.
+    `gather` gives every rank's value where there are several; `sees`: whether any rank may get an image.
     """
     tune, family = plan.config.tune, family_of(plan.config.model, plan.arch)
     # The oldest GPU of the run decides for all: what fused layers gather under ZeRO-3 is gathered by every rank.
@@ -68,7 +73,7 @@ def build_scorer(
     return scoring.Scorer(
         tuned,
         head,
-        always_see=tower_trains or sharded,
+        always_see=sees and (tower_trains or sharded),
         padded=padded or family.recurrent,
         sight=sight,
     )

@@ -119,7 +119,8 @@ class Trainer:
         processor = processors.load_processor(plan)
         encoder = make_encoder(plan, processor)
         log.phase("loading model")
-        scorer = build_scorer(plan, processor, rank.device, rank.gather)
+        sees = any(split.has_media for split in prepared.values())
+        scorer = build_scorer(plan, processor, rank.device, rank.gather, sees=sees)
         log.phase("starting DeepSpeed")
         memory.at("starting DeepSpeed")
         rank.gather(None)  # here a slow reader is waited for; DeepSpeed's own NCCL groups give up after 10 minutes

@@ -66,6 +66,11 @@ class Prepared(Sequence[Row]):
         """All rows that are not used."""
         return [*(self.store.bad if self.store else ()), *self.left_out]
 
+    @property
+    def has_media(self) -> bool:
+        """Whether any of its rows, usable or not, shows an image or a video."""
+        return self.store is not None and bool(self.store.summary["images"] or self.store.summary["videos"])
+
     @cached_property
     def tokens(self) -> np.ndarray:
         """[rows] tokens of each row with all its documents, the shared prefix once."""

@@ -31,6 +31,7 @@ from launcher.training.encoding import make_encoder
 from launcher.training.engine import build_scorer, make_engine, optimizer_step
 from launcher.training.engine_state import full_weights
 from launcher.training.evaluate import score_rows
+from launcher.training.packed import media_of
 from launcher.training.pixels import Pixels
 from launcher.training.rows import Content, Group, Image, Video
 from launcher.training.runtime import Rank, distributed
@@ -61,6 +62,8 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "lora": ({"tune": LORA}, 300),
     "lora, recomputed": ({"tune": LORA, "recompute": True, **FUSED}, 300),  # Z07
     "lora, weights from files": ({"tune": LORA, "files": True}, 300),  # Z10: sharded while they load, in stage 3
+    # No rank ever runs the tower, whose projector is to train: its weights stay as they are.
+    "words alone": ({"tune": {**LORA, "projector": "full"}, "dataset": {"train": "words"}, **FUSED}, 300),
     "bf16": ({"bf16": True}, 300),
     "head and projector": (
         {"tune": {"name": "full", "language": "frozen", "vision": "frozen", "projector": "full", "head": "full"}},
@@ -180,10 +183,11 @@ def make_case(folder: Path, name: str, stage: int, ranks: int) -> Any:
 
 
 def rows_for(plan: Any) -> list[Group]:
-    """ALL, for a model without a tower with words in place of the pictures; or every modality alone and together."""
+    """ALL, in the case "words alone" and for a model without a tower with words in place of the pictures; or every
+    modality alone and together."""
     if plan.config.dataset.train == MODALITIES["train"]:
         return _modalities(Path(plan.run_dir))
-    if family_of(plan.config.model, plan.arch).sees:
+    if plan.config.dataset.train != "words" and family_of(plan.config.model, plan.arch).sees:
         return ALL
 
     def told(content: Content) -> Content:
@@ -260,11 +264,12 @@ def run_case(
     After the last step so many groups are scored, as an evaluation does it.
     """
     processor = processors.load_processor(plan)
-    scorer = build_scorer(plan, processor, rank.device, rank.gather)
+    sees = any(any(media_of(row)) for row in groups)
+    scorer = build_scorer(plan, processor, rank.device, rank.gather, sees=sees)
     padded = scorer.padded
     engine = make_engine(scorer, plan)
     pixels = Pixels(processor)
-    found: dict[str, Any] = {"loss": [], "norm": [], "micro_batches": [], "tokens": []}
+    found: dict[str, Any] = {"loss": [], "norm": [], "micro_batches": [], "tokens": [], "always_see": scorer.always_see}
     found["speeds"] = measured_speeds(plan, rank, (1, 5)[rank.rank] * ROWS) if plan.measures_speeds else plan.speeds
     maker = StepMaker(
         plan,
