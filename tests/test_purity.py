@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from launcher.training.functions import load_function
-from launcher.training.spared import spare_imports
+from launcher.training.spared import has_own_code, spare_imports
 from tests.tiny import tiny_plan
 
 REPO = Path(__file__).resolve().parent.parent
@@ -132,6 +132,24 @@ def test_ranks_import_nothing_merely_because_it_is_there(
     modules: dict[str, Any] = {"torch": 1}
     spare_imports(tiny_plan(tmp_path, **config), modules)
     assert {name for name, module in modules.items() if module is None} == spared
+
+
+def test_what_ranks_do_without_is_there_once_it_is_wanted(tmp_path: Path) -> None:
+    """In a real process: torch's compiler above all, its marks and what is kept between starts."""
+    env = {**os.environ, "PYTHONPATH": str(REPO), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    program = [sys.executable, "tests/processes/import_cases.py", str(tmp_path)]
+    done = subprocess.run(program, cwd=REPO, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found.pop("too early") == []
+    assert all(found.values()), found
+
+
+def test_a_users_function_finds_transformers_whole(tmp_path: Path) -> None:
+    plans = [
+        tiny_plan(tmp_path, **config) for config in ({}, {"loss": {"function": "a:b"}}, {"dataset": {"format": "a:b"}})
+    ]
+    assert [has_own_code(plan) for plan in plans] == [False, True, True]
 
 
 def test_a_users_function_may_import_what_ranks_spare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from launcher.rundir import RunDir
 from launcher.spec import RunPlan, plan_from_json
 from launcher.streams import take_any_text
 from launcher.training.ahead import start_reading
-from launcher.training.spared import pause_collection, spare_imports
+from launcher.training.spared import change_imports, pause_collection, spare_imports
 from launcher.training.warmup import start_compiling
 
 FINISHED = ("evaluate", "score", "export", "golden")
@@ -59,6 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 
         return files(plan)
     spare_imports(plan)
+    change_imports(plan)
     if options.verb == "kernels":
         from launcher.training.precompile import main as compile_kernels
         from launcher.training.rankstatus import die_with_parent

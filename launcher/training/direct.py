@@ -193,7 +193,11 @@ def replace(module: Any, new: Mapping[torch.nn.Parameter, torch.nn.Parameter], *
 
 def _whole(model: Any, places: Mapping[torch.nn.Parameter, Stored], device: torch.device) -> Iterator[Part]:
     """Give every parameter its memory on `device`; what has to be read into it."""
-    new = {old: torch.nn.Parameter(torch.empty_like(old, device=device)) for old in places}
+    # Not empty_like: on the meta device that runs in Python, and imports sympy.
+    new = {
+        old: torch.nn.Parameter(torch.empty_strided(old.size(), old.stride(), dtype=old.dtype, device=device))
+        for old in places
+    }
     replace(model, new)
     for old, stored in places.items():
         yield Part(stored=stored, first=0, target=new[old].detach().view(-1))

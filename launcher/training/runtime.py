@@ -83,7 +83,8 @@ def _without_shared_memory_op() -> None:
     """Use gloo alone on CPU: DeepSpeed's shared-memory op needs a compiler and two minutes, and leaks /dev/shm."""
     import deepspeed.ops
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Before DeepSpeed looks for what compilers can build, which its release 0.19.8 does when this is first asked for.
+    vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:

@@ -1,14 +1,31 @@
-"""Seconds of every start that buy nothing: libraries that others import merely because they are installed, and the
-garbage collector's looks at what imports have just made."""
+"""Seconds of every start that buy nothing: libraries that others import merely because they are installed, what they
+look up again each time, and the garbage collector's looks at what imports have just made.
+
+Third-party code is changed here alone. Seen with torch 2.11 and 2.14, transformers 5.17 and 5.24; outside of these
+versions everything is imported as it comes.
+"""
 
 from __future__ import annotations
 
 import gc
+import hashlib
+import json
+import os
+import re
 import sys
-from types import ModuleType
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cache, partial, wraps
+from importlib import metadata
+from importlib.abc import Loader
+from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
+from launcher.prepared import cache_dir
+from launcher.rundir import write_atomic
 from launcher.spec import RunPlan
+from launcher.training.postponed import Change, Finder, wait
 
 # DeepSpeed's autotuner imports mlflow (autotuning/autotuner.py).
 NEVER = ("mlflow",)
@@ -18,6 +35,16 @@ WITHOUT_BITS = ("bitsandbytes", "scipy", "sklearn")
 # DeepSpeed 0.19.8 asks whether an optimizer is Muon, in modules that have torch compile functions when they are
 # imported: a second, for an answer that no optimizer of ours gives.
 MUON = "deepspeed.runtime.zero.muon"
+# torchvision imports its own of these, and torch's compiler with them, where image processors want its transforms;
+# transformers and torch's optimizers import that compiler to mark functions. With each: what is imported without it.
+ALONE = {
+    "torch._dynamo": ("config", "_trace_wrapped_higher_order_op"),
+    "torchvision.datasets": (),
+    "torchvision.models": (),
+    "torchvision.ops": ("boxes", "_box_convert", "_utils"),
+}
+NOT_THERE = ("is_torch_distributed_available", "is_torch_flex_attn_available")
+TORCH, TRANSFORMERS = ((2, 11), (2, 14)), ((5, 17), (5, 24))  # versions, the first and the last
 
 
 class MuonWithAuxAdam:
@@ -37,6 +64,154 @@ def spare_imports(plan: RunPlan, modules: dict[str, Any] = sys.modules) -> None:
         stand_in = ModuleType(f"{MUON}.{name}")
         vars(stand_in)[content.__name__] = content
         modules.setdefault(stand_in.__name__, stand_in)
+
+
+def change_imports(plan: RunPlan) -> None:
+    """Have packages of ALONE run when they are needed, and transformers ask for less; to be called before torch is
+    imported."""
+    if any(isinstance(finder, Finder) for finder in sys.meta_path) or not _is_known("torch", TORCH):
+        return
+    marks = Marks()
+    changes: dict[str, Change] = {name: partial(wait, alone=ALONE[name]) for name in ALONE}
+    changes["torch._dynamo"] = partial(wait, alone=ALONE["torch._dynamo"], has=marks.names, runs=marks.tell)
+    if _is_known("transformers", TRANSFORMERS):
+        # A user's function may want from transformers what a rank never does.
+        has_less = not has_own_code(plan)
+        changes["transformers.utils.import_utils"] = partial(_quicken, has_less=has_less)
+        if has_less:
+            changes["peft.tuners.tuners_utils"] = _without_tensors
+    sys.meta_path.insert(0, Finder(changes, ALONE))
+
+
+def has_own_code(plan: RunPlan) -> bool:
+    """Whether a function of the user's runs in a rank."""
+    return plan.config.loss.function is not None or ":" in plan.config.dataset.format
+
+
+def _is_known(name: str, versions: tuple[tuple[int, int], tuple[int, int]]) -> bool:
+    try:
+        found = re.match(r"(\d+)\.(\d+)", metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return False
+    return found is not None and versions[0] <= (int(found[1]), int(found[2])) <= versions[1]
+
+
+class Marks:
+    """What says how torch's compiler is to treat a function, noted until it is there to be told."""
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[str, Any]] = []
+        self._compiler: ModuleType | None = None  # once it has run
+
+    def names(self, module: ModuleType) -> Mapping[str, Any]:
+        """Those that transformers and torch's optimizers use, as torch._dynamo has them."""
+        self._module = module
+        marks = {name: partial(self._note, name) for name in ("allow_in_graph", "assume_constant_result")}
+        return {**marks, "disable": self._disable, "graph_break": lambda *args, **kwargs: None}
+
+    def tell(self, module: ModuleType) -> None:
+        """Tell the compiler, which is there now."""
+        self._compiler = module
+        for name, function in self._noted:
+            getattr(module, name)(function)
+
+    def _note(self, name: str, function: Any) -> Any:
+        if self._compiler is not None:
+            return getattr(self._compiler, name)(function)
+        self._noted.append((name, function))
+        return function
+
+    def _disable(self, function: Any = None, recursive: bool = True, **options: Any) -> Any:
+        if function is None:
+            return partial(self._disable, recursive=recursive, **options)
+        if self._compiler is not None or not isinstance(function, FunctionType):
+            getattr(self._module, "__all__")  # noqa: B009 - it runs for that
+            return self._module.disable(function, recursive, **options)
+        made: list[Any] = []
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._compiler is None:  # nothing is compiled, and this neither
+                return function(*args, **kwargs)
+            if not made:
+                made.append(self._compiler.disable(function, recursive, **options))
+            return made[0](*args, **kwargs)
+
+        return call
+
+
+def _quicken(loader: Loader, *, has_less: bool) -> None:
+    """transformers.utils.import_utils looks at all that is installed and reads the names of all models: both come from
+    files that an earlier start has left.
+
+    `has_less`: transformers seems to run on a torch without distributed tensors and flex attention, which it supports;
+    importing those takes longer than all models.
+    """
+    execute = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        whose = metadata.packages_distributions
+        metadata.packages_distributions = lambda: _kept("packages", _installed(), whose)
+        try:
+            execute(module)
+        finally:
+            metadata.packages_distributions = whose
+        names, package = vars(module), Path(str(module.__file__)).parents[1]
+        names["define_import_structure"] = partial(_structure, names["define_import_structure"], package)
+        if has_less:
+            names.update(dict.fromkeys(NOT_THERE, cache(lambda: False)))
+
+    vars(loader)["exec_module"] = exec_module
+
+
+def _without_tensors(loader: Loader) -> None:
+    """peft.tuners.tuners_utils asks whether weights are distributed tensors, and expects transformers to have imported
+    these."""
+    execute = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        vars(module)["_torch_supports_distributed"] = False
+
+    vars(loader)["exec_module"] = exec_module
+
+
+def _structure(real: Callable[..., Any], package: Path, path: Any, prefix: str | None = None) -> Any:
+    """Of transformers: the names that its files have, by the packages that they need. `path`: a folder or a file in
+    it."""
+    folder, record = Path(path), [*package.parent.glob("transformers-*.dist-info/RECORD")]
+    folder = folder.parent if folder.suffix == ".py" else folder
+    if folder != package / "models" or len(record) != 1:
+        return real(path, prefix)
+    mark = (str(record[0]), record[0].stat().st_mtime_ns, prefix)
+
+    def packed() -> Any:
+        return [
+            [sorted(needs), {k: sorted(v) for k, v in files.items()}] for needs, files in real(path, prefix).items()
+        ]
+
+    return {frozenset(needs): {k: set(v) for k, v in files.items()} for needs, files in _kept("names", mark, packed)}
+
+
+def _installed() -> Any:
+    """Folders of metadata, which carry names and versions, on the search path."""
+    found = []
+    for entry in sys.path:
+        with suppress(OSError):
+            found.append((entry, sorted(name for name in os.listdir(entry or ".") if name.endswith("-info"))))
+    return found
+
+
+def _kept(name: str, mark: Any, make: Callable[[], Any]) -> Any:
+    """What `make` gives, from a file of an earlier start with the same mark, if there is one."""
+    key = hashlib.sha256(repr((mark, sys.version_info)).encode()).hexdigest()[:16]
+    file = cache_dir().parent / "imports" / f"{name}-{key}.json"
+    with suppress(OSError, ValueError):
+        return json.loads(file.read_bytes())
+    made = make()
+    with suppress(OSError):
+        write_atomic(file, json.dumps(made))
+    return made
 
 
 def bring_back(modules: dict[str, Any] = sys.modules) -> None:

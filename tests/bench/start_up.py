@@ -5,7 +5,8 @@
 Both train LoRA (r 8) on the same chats, one a rank, from the same weight files. MODEL_FOLDER holds config.json and
 safetensors; a tokenizer is put into it when it has none. The two take turns. States: a cold start is one after the page
 cache has given up the files of the model and of Python's packages; both it and a warm one find Triton's cache empty,
-a kept one finds there what the tool's start before it has compiled.
+a kept one finds there what the tool's start before it has compiled. What our ranks keep of transformers' import is
+there in all but the very first (CACHE/launcher/imports).
 
 Physics: an interpreter that imports torch, transformers, peft and deepspeed takes `import s` below. The peer pays the
 part of torch and deepspeed three times in a row (`deepspeed`, its node launcher, each rank), we once, and less of it.
@@ -184,6 +185,16 @@ def table(found: dict[tuple[str, str], list[Start]]) -> str:
     return "\n".join(lines)
 
 
+def imports() -> str:
+    """Seconds of an interpreter that imports what both tools need, and whose they were."""
+    begun, before = time.monotonic(), os.times()
+    program = [sys.executable, "-c", f"{IMPORTS}; import sys; print(len(sys.modules))"]
+    done = subprocess.run(program, check=True, capture_output=True, text=True)
+    after, modules = os.times(), done.stdout.split()[-1]
+    user, system = after.children_user - before.children_user, after.children_system - before.children_system
+    return f"{time.monotonic() - begun:.2f} (user {user:.2f}, system {system:.2f}; {modules} modules)"
+
+
 def main() -> None:
     """Prepare, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -202,9 +213,7 @@ def main() -> None:
     options.out.mkdir(parents=True)
     options.rows = prepare(Path(options.model), options.out, options.gpus, options.words)
     if options.imports:
-        begun = time.monotonic()
-        subprocess.run([sys.executable, "-c", IMPORTS], check=True, capture_output=True)
-        print(f"import s: {time.monotonic() - begun:.2f} (page cache as it was found)", flush=True)
+        print(f"import s: {imports()} (page cache as it was found)", flush=True)
     found: dict[tuple[str, str], list[Start]] = {}
     for state in options.states.split(","):
         for number in range(options.repeats):

@@ -23,7 +23,7 @@ from launcher.training.encoding import make_encoder
 from launcher.training.engine import build_scorer
 from launcher.training.fused import layer
 from launcher.training.rehearsal import Rehearsal, attend_nothing
-from launcher.training.spared import spare_imports
+from launcher.training.spared import change_imports, spare_imports
 from tests.groups import GROUPS
 from tests.tiny import family_plan
 
@@ -81,6 +81,7 @@ def main():
     for number, (name, (family, tune, stage)) in enumerate(CASES.items()):
         plan = family_plan(folder / str(number), family, tune=tune, train={"kernels": "fused"})
         spare_imports(plan)
+        change_imports(plan)
         of_step = told(step(plan, GROUPS["text"], sharded=stage == 3))
         plan = replace(plan, precision="bf16", deepspeed={"zero_optimization": {"stage": stage}})
         found[name] = of_step, told(precompile.kernels_of(plan, TARGET))

@@ -20,7 +20,7 @@ from launcher.training.outofmemory import MemoryWatch
 from launcher.training.prepare import prepare
 from launcher.training.rankstatus import RankStatus
 from launcher.training.runtime import Rank, distributed
-from launcher.training.spared import spare_imports
+from launcher.training.spared import change_imports, spare_imports
 from tests.planning_support import plan
 
 COMMON = ["dataset.max_rows=24", "batch.global_size=6", "batch.max_tokens=400", "zero=stage3"]
@@ -57,6 +57,7 @@ def run_case(out: Path, name: str, rank: Rank) -> None:
 def main() -> None:
     """Run every case."""
     spare_imports(plan(*COMMON))
+    change_imports(plan(*COMMON))
     from deepspeed.comm import comm
 
     out = Path(sys.argv[1])

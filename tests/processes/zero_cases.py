@@ -35,7 +35,7 @@ from launcher.training.packed import media_of
 from launcher.training.pixels import Pixels
 from launcher.training.rows import Content, Group, Image, Video
 from launcher.training.runtime import Rank, distributed
-from launcher.training.spared import spare_imports
+from launcher.training.spared import change_imports, spare_imports
 from launcher.training.speeds import ROWS, measured_speeds
 from launcher.training.steps import StepMaker
 from tests.films import film
@@ -343,6 +343,7 @@ def main() -> None:
     world = int(os.environ["WORLD_SIZE"])
     plan = dataclasses.replace(tiny_plan(out, ranks=world), device=device)
     spare_imports(plan)
+    change_imports(plan)
     with distributed(plan) as rank:
         patience = rank.cpu_group._get_backend(torch.device("cpu")).options._timeout
         assert patience >= timedelta(minutes=30), patience  # N08: what a rank that reads for long is waited for
