@@ -135,7 +135,7 @@ def test_a_profile_that_cannot_be_written_does_not_end_training(tmp_path: Path) 
 
 
 def test_numbers_over_ranks() -> None:
-    rows = [(0.1, 1.0, 2.0, 0.5, 100, 3.0, 4.0, 1), (0.3, 2.0, 4.0, 0.5, 50, 5.0, 6.0, 2)]
+    rows = [(0.1, 1.0, 2.0, 0.5, 100, 60, 3.0, 4.0, 1), (0.3, 2.0, 4.0, 0.5, 50, 50, 5.0, 6.0, 2)]
     fields = over_ranks(rows)
     ranks = fields.pop("ranks")
     assert fields == {
@@ -148,8 +148,9 @@ def test_numbers_over_ranks() -> None:
         "memory_moment": "backward",  # of rank 1, which took most
     }
     assert ranks["data_wait_s"] == [0.1, 0.3]
+    assert ranks["fullest_tokens"] == [60, 50]
     assert (ranks["tokens"], ranks["memory_gib"], ranks["memory_reserved_gib"]) == ([100, 50], [3.0, 5.0], [4.0, 6.0])
-    assert not [name for name in over_ranks([(0.1, 1.0, 2.0, 0.5, 100, 0.0, 0.0, -1)]) if "memory" in name]
+    assert not [name for name in over_ranks([(0.1, 1.0, 2.0, 0.5, 100, 60, 0.0, 0.0, -1)]) if "memory" in name]
 
 
 @pytest.mark.gpu
@@ -219,7 +220,10 @@ def test_parts_of_a_step_fit_into_it(outcomes: Path) -> None:
     for line in steps:
         assert line["micro_steps"] == 2
         ranks = line["ranks"]
-        assert set(ranks) == {*(f"{part}_s" for part in PARTS), "tokens"}
+        assert set(ranks) == {*(f"{part}_s" for part in PARTS), "tokens", "fullest_tokens"}
+        assert all(
+            0 < most < all_ <= 2 * most for most, all_ in zip(ranks["fullest_tokens"], ranks["tokens"], strict=True)
+        )
         for rank in range(2):
             parts = [ranks[f"{part}_s"][rank] for part in PARTS]
             assert min(parts[1:]) > 0

@@ -199,7 +199,7 @@ def test_plan_against_reality_is_right(run: RunDir) -> None:
     assert rows["micro-batches a rank and step, mean"][1] == "2"
     most = [f"at most {limit:,}"]  # 12,400 and 11,600 tokens in two micro-batches each
     assert rows["tokens of a micro-batch, mean"] == [*most, "6,000", f"{600000 / limit:.1f} % of the limit"]
-    assert rows["tokens of a micro-batch, fullest step and rank"] == [
+    assert rows["tokens of the fullest micro-batch"] == [
         *most,
         "6,200",
         f"{620000 / limit:.1f} % of the limit",
@@ -219,6 +219,11 @@ def test_plan_at_the_tokens_seen_scales_what_grows_with_them(run: RunDir) -> Non
     levels = {line["name"]: line["y"] for line in found.figures["memory"]["data"] if line["line"]["dash"] != "solid"}
     planned = {"planned, allocated": [58, 58], "planned, reserved": [59, 59]}
     assert levels == {**planned, "planned, allocated at the tokens seen": [34, 34]}
+    steps = run.metrics.read_text()
+    run.metrics.write_text(steps.replace('"ranks": {', '"ranks": {"fullest_tokens": [9300, 6000], '))
+    noted = {row[0]: row[1:] for row in page(run).tables["Plan against reality"]}  # micro-batches that are not alike
+    assert noted["peak allocated against the plan at the tokens seen"][0] == "46.0 GiB"  # 10 + 48 x 3/4
+    run.metrics.write_text(steps)
     old = {"frozen weights": 10, "activations": 40, "vision": 8, "context": 2}  # as plans were written once
     plan["memory"] = {name: value * 2**30 for name, value in old.items()}
     write_json(run.plan, plan)

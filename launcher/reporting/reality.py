@@ -50,8 +50,8 @@ def reality_table(record: Record) -> Table:
         right=(1, 2, 3),
         about="Allocated is what torch's tensors took: the plan without fragmentation and the CUDA context. Reserved "
         "is what torch held: the plan without the context. The driver sees all of it. The plan is for micro-batches "
-        "of batch.max_tokens; 'at the tokens seen', parts that grow with tokens are multiplied by (tokens of a "
-        "micro-batch, fullest step and rank) / batch.max_tokens. Share of the limit: the time that the FLOPs of a "
+        "of batch.max_tokens; 'at the tokens seen', parts that grow with tokens are multiplied by (tokens of the "
+        "fullest micro-batch) / batch.max_tokens. Share of the limit: the time that the FLOPs of a "
         "step would take at the highest rate that matrix products reach on this kind of GPU / the time the step "
         "took; recomputed layers do not count as work, and what was seen is held against the plan's FLOPs a token. "
         "MFU: the same FLOPs / (time of the step x GPUs x the data sheet's rate of dense 16-bit products).",
@@ -78,8 +78,10 @@ def token_limit(record: Record) -> float | None:
 
 
 def fullest_tokens(record: Record) -> float | None:
-    """Tokens of a micro-batch in the fullest step and rank; its mean where a step has several micro-batches."""
-    return max(micro_batch_tokens(record.steps, world_size(record)), default=None)
+    """Tokens of the fullest micro-batch; of runs that did not note it the mean of the fullest step and rank."""
+    noted = [known(numbers(part_of(line, "ranks").get("fullest_tokens"))) for line in record.steps]
+    found = [tokens for ranks in noted for tokens in ranks]
+    return max(found or micro_batch_tokens(record.steps, world_size(record)), default=None)
 
 
 def planned_time(record: Record) -> tuple[float, dict[str, float]] | None:
@@ -227,7 +229,7 @@ def _batch_rows(record: Record) -> list[list[str]]:
     held = micro_batch_tokens(record.steps, world)
     limit = token_limit(record)
     rows.append(_limit_row("tokens of a micro-batch, mean", limit, statistics.fmean(held) if held else None))
-    rows.append(_limit_row("tokens of a micro-batch, fullest step and rank", limit, fullest_tokens(record)))
+    rows.append(_limit_row("tokens of the fullest micro-batch", limit, fullest_tokens(record)))
     return rows
 
 

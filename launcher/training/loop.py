@@ -234,7 +234,7 @@ class Trainer:
         self.step += 1
         self.units = (self.units or 0.0) + count
         peaks = (*peak_memory_gib(self.rank.device), self.watch.fullest)
-        own = (own_loss, *self.watch.seconds(), share.tokens, *peaks)
+        own = (own_loss, *self.watch.seconds(), share.tokens, self.memory.most_tokens, *peaks)
         losses, *rest = zip(*self.rank.table(own), strict=True)
         loss, scale = sum(losses), loss_scale(self.engine)
         fault = self.bad.note(self.step, loss, count, skipped=int(self.engine.skipped_steps) > skipped)

@@ -33,11 +33,12 @@ class Seen:
 
 
 class MemoryWatch:
-    """Follows a rank, so that running out of memory can be told; without a GPU it does nothing."""
+    """Follows a rank, so that running out of memory can be told."""
 
     def __init__(self, plan: RunPlan, device: torch.device) -> None:
         self.plan, self.device = plan, device
         self.moment, self.tokens = "loading the model", 0
+        self.most_tokens = 0  # of a micro-batch of the latest step
         self._states: int | None = None
 
     def at(self, moment: str) -> None:
@@ -48,8 +49,10 @@ class MemoryWatch:
         """The micro-batches of a step, each noted before it is used."""
         if self._states is None and self.device.type == "cuda":
             self._states = torch.cuda.memory_allocated(self.device)
+        self.most_tokens = 0
         for number, batch in enumerate(batches):
             self.moment, self.tokens = f"micro-batch {number + 1} of a step", batch.tokens
+            self.most_tokens = max(self.most_tokens, batch.tokens)
             yield batch
         self.at("the optimizer's step")
 

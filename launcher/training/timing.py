@@ -88,11 +88,12 @@ def peak_memory_gib(device: torch.device) -> tuple[float, float]:
 
 
 def over_ranks(rows: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Fields of a step line from each rank's seconds of PARTS, tokens, `peak_memory_gib`, and `Stopwatch.fullest`.
+    """Fields of a step line from each rank's seconds of PARTS, its tokens, those of its fullest micro-batch,
+    `peak_memory_gib`, and `Stopwatch.fullest`.
 
     The longest wait for data is told, since all ranks wait for that one; the other times are means.
     """
-    wait, forward, backward, optimizer, tokens, memory, reserved, fullest = zip(*rows, strict=True)
+    wait, forward, backward, optimizer, tokens, most_tokens, memory, reserved, fullest = zip(*rows, strict=True)
     of_ranks: dict[str, list[float]] = {
         f"{part}_s": [round(value, 6) for value in values]
         for part, values in zip(PARTS, (wait, forward, backward, optimizer), strict=True)
@@ -100,6 +101,7 @@ def over_ranks(rows: Sequence[Sequence[float]]) -> dict[str, Any]:
     fields = {name: sum(values) / len(values) for name, values in of_ranks.items()}
     fields[f"{DATA_WAIT}_s"] = max(wait)
     of_ranks["tokens"] = [int(count) for count in tokens]
+    of_ranks["fullest_tokens"] = [int(count) for count in most_tokens]
     if any(memory):
         of_ranks["memory_gib"] = [round(value, 3) for value in memory]
         of_ranks["memory_reserved_gib"] = [round(value, 3) for value in reserved]
