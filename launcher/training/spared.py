@@ -44,6 +44,7 @@ ALONE = {
     "torchvision.ops": ("boxes", "_box_convert", "_utils"),
 }
 NOT_THERE = ("is_torch_distributed_available", "is_torch_flex_attn_available")
+KEPT = 16  # files of each kind, an environment each
 TORCH, TRANSFORMERS = ((2, 11), (2, 14)), ((5, 17), (5, 24))  # versions, the first and the last
 
 
@@ -151,7 +152,7 @@ def _quicken(loader: Loader, *, has_less: bool) -> None:
 
     def exec_module(module: ModuleType) -> None:
         whose = metadata.packages_distributions
-        metadata.packages_distributions = lambda: _kept("packages", _installed(), whose)
+        metadata.packages_distributions = lambda: _kept("packages", _installed(), whose, _lists)
         try:
             execute(module)
         finally:
@@ -190,7 +191,10 @@ def _structure(real: Callable[..., Any], package: Path, path: Any, prefix: str |
             [sorted(needs), {k: sorted(v) for k, v in files.items()}] for needs, files in real(path, prefix).items()
         ]
 
-    return {frozenset(needs): {k: set(v) for k, v in files.items()} for needs, files in _kept("names", mark, packed)}
+    def unpacked(found: Any) -> Any:
+        return {frozenset(needs): {k: set(v) for k, v in files.items()} for needs, files in found}
+
+    return _kept("names", mark, packed, unpacked)
 
 
 def _installed() -> Any:
@@ -202,16 +206,22 @@ def _installed() -> Any:
     return found
 
 
-def _kept(name: str, mark: Any, make: Callable[[], Any]) -> Any:
-    """What `make` gives, from a file of an earlier start with the same mark, if there is one."""
+def _lists(found: Any) -> dict[str, list[str]]:
+    return {name: list(values) for name, values in found.items()}
+
+
+def _kept(name: str, mark: Any, make: Callable[[], Any], read: Callable[[Any], Any]) -> Any:
+    """What `make` gives, through `read`; from a file of an earlier start with the same mark, if there is one."""
     key = hashlib.sha256(repr((mark, sys.version_info)).encode()).hexdigest()[:16]
     file = cache_dir().parent / "imports" / f"{name}-{key}.json"
-    with suppress(OSError, ValueError):
-        return json.loads(file.read_bytes())
+    with suppress(OSError, ValueError, TypeError, AttributeError):  # none, or not what a start has left
+        return read(json.loads(file.read_bytes()))
     made = make()
     with suppress(OSError):
         write_atomic(file, json.dumps(made))
-    return made
+        for old in sorted(file.parent.glob(f"{name}-*.json"), key=os.path.getmtime)[:-KEPT]:
+            old.unlink(missing_ok=True)  # of environments that are no more
+    return read(made)
 
 
 def bring_back(modules: dict[str, Any] = sys.modules) -> None:
