@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,14 +108,19 @@ def test_a_damaged_file_is_named(to_device: bool, tmp_path: Path) -> None:
 
 
 def test_ranks_read_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rank 1 cannot read directly, and then has other files."""
-    _, plan, local = built(tmp_path, "qwen3")
+    """Rank 1 cannot read directly; then has other files, or the same tensors behind a longer header."""
+    model, plan, local = built(tmp_path, "qwen3")
     ids = processors.special_ids(processors.load_processor(plan))
     models.load_model(local, ids, CPU, to_device=True, gather=lambda own: [own, ("b", {}, "quantized")])
     assert "loaded by transformers (rank 1 on b says: quantized)" in capsys.readouterr().out
     models.load_model(local, ids, CPU, to_device=True, gather=lambda own: [own, ("b", *own[1:])])
     assert "read straight to cpu" in capsys.readouterr().out
     first = min(file.name for file in (tmp_path / "m").glob("*.safetensors"))
+    other = tmp_path / "other"
+    shutil.copytree(tmp_path / "m", other)
+    save_file(load_file(other / first), other / first, metadata={"format": "pt", "by": "another program"})
+    one, two = (direct.match(type(model), folder, torch.float32).digests() for folder in (tmp_path / "m", other))
+    assert (other / first).stat().st_size > (tmp_path / "m" / first).stat().st_size and one == two
     with pytest.raises(MachineError, match=rf"rank 1 on b are not those of rank 0 on [^:]*: {first} differs"):
         models.load_model(
             local, ids, CPU, to_device=True, gather=lambda own: [own, ("b", own[1] | {first: "other"}, "")]

@@ -45,10 +45,11 @@ class Matched:
     places: Mapping[torch.nn.Parameter, Stored]
 
     def digests(self) -> dict[str, str]:
-        """Of each file by its name: what it holds, and where."""
+        """Of each file by its name: what it holds. Where in it does not count: headers may be of other lengths."""
         held: dict[str, list[str]] = {}
-        for stored in self.places.values():
-            held.setdefault(stored.file.name, []).append(f"{stored.start} {stored.shape} {stored.dtype}")
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        for parameter, stored in self.places.items():
+            held.setdefault(stored.file.name, []).append(f"{names[parameter]} {stored.shape} {stored.dtype}")
         return {name: hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest() for name, lines in held.items()}
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from launcher.kernels import without_triton
 from launcher.spec import RunPlan
+from launcher.training.rankstatus import die_with_parent
 
 MOST = 16  # processes
 
@@ -104,7 +105,8 @@ def compile_all(kernels: list[Kernel], processes: int, *, starters: bool = True)
     """
     _TO_DO[:] = kernels
     work = [*((number, starters) for number in range(len(kernels))), *([(-1, True)] if starters else [])]
-    with multiprocessing.get_context("fork").Pool(min(processes, len(work), MOST)) as pool:
+    # They end with this process, however it ends: one that goes on would tell at length of a pipe without a reader.
+    with multiprocessing.get_context("fork").Pool(min(processes, len(work), MOST), die_with_parent) as pool:
         said = pool.starmap(_compile, reversed(work), chunksize=1)
     return [text for text in said if text]
 
