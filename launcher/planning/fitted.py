@@ -64,4 +64,6 @@ CUDNN = Attention(1.57, 670.0, 1.47, 1430.0, 0.64)
 # Kernels called for a layer in each pass, of which Python calls the backward pass's too; ZeRO-3's Python for one, and
 # for a block of the tower beside them; its optimizer step for each tensor that trains. The last two are of one H200:
 # 0.25 s for a tower of 24 blocks, gathers with it; 0.13 s for 398 tensors of Qwen3-VL-4B, as long for 504 adapters.
+# WHOLE_BLOCK_S is of a tower that is gathered at once, an upper bound: no step of one H200 waited for it.
 FUSED_KERNELS, FUSED_BACKWARD_KERNELS, LEAF_S, BLOCK_S, FUSED_STEP3_S = 60, 80, 2.0e-3, 7.5e-3, 3.0e-4
+WHOLE_BLOCK_S = 1.0e-3

@@ -130,6 +130,8 @@ def sizes_of(setting: Setting, *, sees: bool) -> Sizes:
     a_layer = 1 if setting.fused else len(shape.decoder(0)) + (2 if shape.experts else 0)  # fused: gathered whole
     v = shape.vision
     blocks, mergers = (v.depth * len(v.block), 2 * (1 + v.deepstack)) if v and sees else (0, 0)
+    if sees and setting.fast_tower:  # whole
+        blocks, mergers = 1, 0
     return Sizes(
         forward=forward,
         backward=backward,

@@ -47,8 +47,10 @@ class Setting:
 
     @property
     def fast_tower(self) -> bool:
-        """Whether the vision tower runs by launcher.training.vision_tower: it is frozen, and its weights are whole."""
-        return self.config.tune.vision == "frozen" and self.stage < 3 and without_triton(self.capability) is None
+        """Whether the vision tower runs by launcher.training.vision_tower (why_plain)."""
+        tune, offloaded = self.config.tune, self.deepspeed["zero_optimization"].get("offload_param") or {}
+        whole = self.stage < 3 or (tune.projector == "frozen" and offloaded.get("device") != "nvme")
+        return tune.vision == "frozen" and whole and without_triton(self.capability) is None
 
     @property
     def recomputed(self) -> float:

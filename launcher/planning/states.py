@@ -60,6 +60,7 @@ class Numbers:
     largest: int  # elements of the largest trained tensor
     late: int  # of the largest one that the backward pass reaches last: the embeddings
     leaf: int  # of a layer that ZeRO-3 gathers whole, 0 where it gathers its parameters one after another
+    tower: int  # likewise, of the vision tower
     all: tuple[Tensors, ...]
     zero: dict[str, Any]
     immediate: bool
@@ -108,6 +109,7 @@ def numbers(setting: Setting) -> Numbers:
         largest=max((t.size for t in trained), default=0),
         late=max((t.size for t in trained if t.part == "embeddings"), default=0),
         leaf=sum(g.inner * g.outer for g in groups(setting.shape, config.tune)[0].values()) if setting.fused else 0,
+        tower=sum(t.elements for t in every if t.part in ("vision", "projector")) if setting.fast_tower else 0,
         all=every,
         zero=zero,
         immediate=bool(bf16.get("immediate_grad_update")),
@@ -346,7 +348,7 @@ def _gathered(n: Numbers) -> int:
     biggest = max(biggest, n.leaf)
     ahead = n.key("stage3_prefetch_bucket_size", PREFETCH_BUCKET)
     live = n.key("stage3_max_live_parameters", MAX_LIVE) if ahead else biggest
-    live = max(live, n.leaf, max((t.size for t in large), default=0))
+    live = max(live, n.leaf, n.tower, max((t.size for t in large), default=0))
     return n.weight * (min(total, live + biggest) + min(total, ahead)) + _persistent(n)
 
 

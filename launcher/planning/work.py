@@ -154,6 +154,8 @@ def _zero3(setting: Setting, sizes: Sizes, adapters: int, blocks: int) -> Passes
     tower = 10 * blocks * fitted.MODULE_S
     if setting.fused:
         layers, tower = shape.layers * fitted.LEAF_S, blocks * fitted.BLOCK_S
+    if setting.fast_tower:
+        tower = blocks * fitted.WHOLE_BLOCK_S
     forward = layers + tower + sizes.gathers[0] * fitted.GATHER_S
     back = layers * reaches_language(tune) + tower * (tune.vision != "frozen") + sizes.gathers[1] * fitted.GATHER_S
     return Passes(forward=forward, backward=fitted.ZERO3_BACKWARD * back, again=back * setting.recomputed)

@@ -15,7 +15,7 @@ from launcher.kernels import fused_layers, kernel_problems
 from launcher.spec import OptimConfig, RunPlan
 from launcher.training import attention, backbone, heads, models, processors, scoring, tuning, warmstart
 from launcher.training.batching import MicroBatch
-from launcher.training.direct import Gather
+from launcher.training.direct import Gather, offload_of
 from launcher.training.fused import layer
 from launcher.training.losses import loss_of
 from launcher.training.runtime import Rank
@@ -69,7 +69,8 @@ def build_scorer(
     if adapter is not None:
         warmstart.load_adapter(tuned, adapter, tune, family)
     tower_trains = tower is not None and any(p.requires_grad for p in tower.parameters())
-    sight = None if tower is None else make_sight(tower, family, kernel, plan.config.memory.vision_cache_gib, device)
+    shards, cache_gib = offload_of(plan.deepspeed) if sharded else None, plan.config.memory.vision_cache_gib
+    sight = None if tower is None else make_sight(tower, family, kernel, cache_gib, device, shards=shards)
     return scoring.Scorer(
         tuned,
         head,

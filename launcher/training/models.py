@@ -155,9 +155,10 @@ def _model_class(plan: RunPlan) -> Any:
 def mark_leaves(model: Any, family: Family) -> None:
     """Have ZeRO-3 gather sparse and fused layers whole, before a forward and before a backward pass through them.
 
-    Which experts run, and when, differs between ranks. Fused layers (`launcher.training.fused`) read weights without
-    calling the modules that hold them. They are no leaves of DeepSpeed's, which reduces the gradients of a leaf when
-    its input's gradient is known: at once where the input needs none, before there are any.
+    Which experts run, and when, differs between ranks. Fused layers (`launcher.training.fused`) and the fast tower
+    (`vision_tower`) read weights without calling the modules that hold them. They are no leaves of DeepSpeed's, which
+    reduces the gradients of a leaf when its input's gradient is known: at once where the input needs none, before
+    there are any.
     Before deepspeed.initialize. Raises ConfigError for a sparse layer that the family does not name.
     """
     from deepspeed.runtime.zero import register_external_parameter

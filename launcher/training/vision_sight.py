@@ -26,20 +26,28 @@ from launcher.training.media import Grid
 from launcher.training.patches import Patches
 from launcher.training.pieces import MediaKey
 from launcher.training.vision_cache import FeatureCache
-from launcher.training.vision_tower import Attend, Features, FrozenTower, why_plain
+from launcher.training.vision_tower import Attend, Features, FrozenTower, install, why_plain
 
 
 class Sight:
     """Sees the images of micro-batches."""
 
-    def __init__(self, tower: Any, family: Family, attend: Attend, cache: FeatureCache | None = None) -> None:
-        """Raises ConfigError for a cache of features that training would change."""
-        self.tower, self.family, self.attend, self.cache = tower, family, attend, cache
+    def __init__(
+        self,
+        tower: Any,
+        family: Family,
+        attend: Attend,
+        cache: FeatureCache | None = None,
+        *,
+        shards: str | None = None,
+    ) -> None:
+        """`shards`: see why_plain. Raises ConfigError for a cache of features that training would change."""
+        self.tower, self.cache = tower, cache
         if cache is not None and _trains(tower):
             text = "memory.vision_cache_gib keeps features that this run changes: the vision tower or projector trains"
             tries = ("memory.vision_cache_gib=0", "tune.vision=frozen tune.projector=frozen")
             raise ConfigError(Problem(text, tries=tries))
-        self._compute: Any = None
+        self._compute: Any = _way(tower, family, attend, shards)
 
     def knows(self, key: MediaKey) -> bool:
         """Whether an image's features are kept: its pixels are not needed any more."""
@@ -57,9 +65,6 @@ class Sight:
 
     def compute(self, pixels: Patches | Tensor, grids: Sequence[Grid]) -> Features:
         """The features of patches [P], by the fast way where there is one."""
-        if self._compute is None:  # not before: DeepSpeed shards weights after the model is built
-            plain = why_plain(self.tower, self.family) is not None
-            self._compute = PlainTower(self.tower) if plain else FrozenTower(self.tower, self.attend)
         dtype = self.tower.patch_embed.proj.weight.dtype
         numbers = pixels.to(dtype) if isinstance(pixels, Tensor) else pixels.numbers(dtype)
         return self._compute(numbers, grids)  # type: ignore[no-any-return]
@@ -96,10 +101,25 @@ class PlainTower:
         return out.pooler_output, list(getattr(out, "deepstack_features", None) or ())
 
 
-def make_sight(tower: Any, family: Family, kernel: str, cache_gib: float, device: torch.device) -> Sight:
-    """A model's Sight, with a kernel of launcher.training.attention and a cache of so many GiB, 0 for none."""
+def _way(tower: Any, family: Family, attend: Attend, shards: str | None) -> Any:
+    """What computes features of (pixels, grids)."""
+    if why_plain(tower, family, shards=shards) is not None:
+        return PlainTower(tower)
+    if shards is None:
+        return FrozenTower(tower, attend)
+    install(tower, attend)
+    return tower
+
+
+def make_sight(
+    tower: Any, family: Family, kernel: str, cache_gib: float, device: torch.device, *, shards: str | None = None
+) -> Sight:
+    """A model's Sight, with a kernel of launcher.training.attention and a cache of so many GiB, 0 for none.
+
+    `shards`: see why_plain.
+    """
     cache = FeatureCache(int(cache_gib * 2**30), device) if cache_gib else None
-    return Sight(tower, family, attend_with(kernel), cache)
+    return Sight(tower, family, attend_with(kernel), cache, shards=shards)
 
 
 def attend_with(kernel: str) -> Attend:

@@ -108,7 +108,8 @@ def make_frame(tower: Any, rows: int, columns: int) -> Frame:
     grid, merge = torch.tensor([[1, rows, columns]]), tower.spatial_merge_size
     device = tower.patch_embed.proj.weight.device
     ids = vision_utils.get_vision_position_ids(grid, merge).to(device)
-    turns = tower.rotary_pos_emb(tower.patch_embed.proj.weight, ids)
+    # Not as a module: ZeRO-3 wants the same ones called on every rank, and another rank may know this size.
+    turns = tower.rotary_pos_emb.forward(tower.patch_embed.proj.weight, ids)
     cos, sin = (turn[:, : turn.shape[1] // 2].float() for turn in turns)  # the second half of a head is as the first
     order, windows = None, ()
     if hasattr(tower, "window_size"):

@@ -36,16 +36,18 @@ KNOWN = {
 }
 
 
-def why_plain(tower: Any, family: Family, *, partitioned: bool = False) -> str | None:
+def why_plain(tower: Any, family: Family, *, shards: str | None = None) -> str | None:
     """Why a tower needs transformers' own forward, in words; None where the fast one may run.
 
-    `partitioned`: ZeRO-3 shards the weights, or will.
+    `shards`: where ZeRO-3 keeps its shards of the weights between uses (direct.offload_of), None without ZeRO-3.
     """
     activation, classes = KNOWN.get(str(family.tower), (None, ()))
     if type(tower).__name__ not in classes or tower.config.hidden_act != activation:
         return f"its class is {type(tower).__name__} with {tower.config.hidden_act}, which has no fast path"
-    if partitioned or any(hasattr(parameter, "ds_id") for parameter in tower.parameters()):
-        return "ZeRO-3 gathers its weights as its modules are called"
+    if shards == "nvme":
+        return "ZeRO-3 reads weights from files into buffers for a few, and the fast path needs all at once"
+    if shards is not None and any(parameter.requires_grad for parameter in tower.parameters()):
+        return "ZeRO-3 finds gradients as modules are called"
     weight = next(tower.parameters())
     capability = torch.cuda.get_device_capability(weight.device) if weight.is_cuda else None
     if (old := without_triton(capability)) is not None:
@@ -106,6 +108,14 @@ class FrozenTower:
             inner = ops.silu_times_(_linear(normed, mlp.gate_proj), _linear(normed, mlp.up_proj))
             return _linear(inner, mlp.down_proj)
         return _linear(ops.gelu_linear(normed, mlp.linear_fc1), mlp.linear_fc2)
+
+
+def install(tower: Any, attend: Attend) -> None:
+    """Have a module's own forward be the fast one: ZeRO-3 gathers weights where a module is called.
+
+    Before models.mark_leaves, which has it gather those of the whole tower at once.
+    """
+    tower.fused = tower.forward = FrozenTower(tower, attend)
 
 
 def _linear(x: Tensor, linear: nn.Linear) -> Tensor:

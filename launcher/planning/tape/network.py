@@ -64,7 +64,7 @@ class Way:
     fused: bool = False  # by launcher.training.fused
     half: bool = False  # in float16
     together: bool = False  # frozen weights lie together with their adapters (launcher.training.fused.projections)
-    fast_tower: bool = False  # the vision tower by launcher.training.vision_tower: it is frozen, and not sharded
+    fast_tower: bool = False  # the vision tower by launcher.training.vision_tower: it is frozen
 
 
 @functools.lru_cache(maxsize=256)
