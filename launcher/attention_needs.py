@@ -27,14 +27,17 @@ class Needs:
 
 
 # cuDNN takes sequences of unequal length on Hopper and newer (NVIDIA/cudnn-frontend, test/python: "only supported
-# hopper"). flash-attn 3 is built for 8.x and 9.0 (Dao-AILab/flash-attention, hopper/setup.py). Some packages have an
-# option for gradients that repeat, which is not used here: PyTorch's kernel has it too. flash-attn-4 lies in a folder
-# of the name of flash-attn, so that the folder alone tells nothing.
+# hopper"). flash-attn 3 is built for 8.x and 9.0 (Dao-AILab/flash-attention, hopper/setup.py). flash-attn 4 has no
+# backward pass for older than 9.0 (flash_attn/cute/interface.py). Some packages have an option for gradients that
+# repeat, which is not used here: PyTorch's kernel has it too. flash-attn-4 lies in a folder of the name of flash-attn,
+# so that the folder alone tells nothing.
 KERNELS = {
     "cudnn": Needs(
         since=HOPPER, file="cudnn/__init__.py", install="nvidia-cudnn-frontend: pip install nvidia-cudnn-frontend"
     ),
-    "flash_attention_4": Needs(file="flash_attn/cute/interface.py", install="flash-attn-4: pip install flash-attn-4"),
+    "flash_attention_4": Needs(
+        since=HOPPER, file="flash_attn/cute/interface.py", install="flash-attn-4: pip install flash-attn-4"
+    ),
     "flash_attention_3": Needs(
         before=BLACKWELL,
         file="flash_attn_interface.py",
@@ -83,7 +86,7 @@ def missing(asked: str) -> str | None:
     needs = KERNELS.get(asked)
     if needs is None or needs.file is None:
         return None
-    spec = importlib.util.find_spec(module_of(asked) or "")
+    spec = importlib.util.find_spec(needs.file.split("/")[0].removesuffix(".py"))
     if spec is None:
         return needs.install
     folders = [Path(folder).parent for folder in spec.submodule_search_locations or ()]
@@ -97,9 +100,11 @@ def missing_problem(asked: str, install: str) -> Problem:
 
 
 def module_of(asked: str) -> str | None:
-    """What an import of a kernel's package names; None for PyTorch's own."""
+    """The module that a kernel needs, as an import names it; None for PyTorch's own."""
     needs = KERNELS.get(asked)
-    return None if needs is None or needs.file is None else needs.file.split("/")[0].removesuffix(".py")
+    if needs is None or needs.file is None:
+        return None
+    return needs.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def _shown(capability: tuple[int, int]) -> str:

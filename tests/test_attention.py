@@ -14,7 +14,8 @@ import torch
 
 from launcher import attention_needs
 from launcher.errors import ConfigError
-from launcher.training import attention, attention_packages, attention_ways
+from launcher.running.probe import locate
+from launcher.training import attention, attention_flash4, attention_packages, attention_ways
 from launcher.training.attention import KERNELS, Layout, choose_kernel, make_layout, packed_attention, padded_attention
 from launcher.training.attention_cudnn import bound
 from tests.attention_parts import PlainPart
@@ -172,6 +173,39 @@ def test_a_kernel_that_is_not_installed_says_what_to_install(tmp_path: Path, mon
     monkeypatch.syspath_prepend(str(tmp_path))
     assert attention_needs.missing("flash_attention_4") is None
     assert "pip install flash-attn " in str(attention_needs.missing("flash_attention_2"))
+    for kernel in ("flash_attention_4", "flash_attention_2"):  # as hosts look for them
+        module = str(attention_needs.module_of(kernel))
+        assert (locate(module, [str(tmp_path)]) is None) == (kernel == "flash_attention_2")
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("def _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale, causal, cu_seqlens_q, cu_seqlens_k,\n"
+         "    max_seqlen_q, max_seqlen_k): ...", None),
+        ("def _flash_attn_bwd(dout, q, k, v, out, lse): ...", "its backward pass is not that of 4.0.0"),
+        ("import no_such_compiler", "its import fails: No module named 'no_such_compiler'"),
+    ],
+)  # fmt: skip
+def test_a_flash_attn_4_of_another_kind_is_not_called(
+    source: str, reason: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "flash_attn" / "cute" / "interface.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
+        monkeypatch.setitem(sys.modules, name, sys)  # so that it is taken away again
+        monkeypatch.delitem(sys.modules, name)
+    for name in (attention_flash4.KEEP, attention_flash4.KEPT_IN):
+        monkeypatch.setenv(name, "0")
+        monkeypatch.delenv(name)
+    assert attention_flash4.unusable() == reason
+    assert (tmp_path / "launcher" / "flash-attn-4").is_dir()  # where its kernels are kept
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    chosen, why = attention._fastest((9, 0))
+    assert (chosen == "flash_attention_4") == (reason is None) and (reason is None or reason in why)
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ from launcher.planning.placement import place
 from launcher.planning.refit import SeenGpu, refit
 from launcher.running.facts import zero_files
 from launcher.spec import plan_from_json, plan_to_json
-from launcher.training import attention, attention_cudnn
+from launcher.training import attention
 from launcher.training.models import DTYPES
 from tests.planning_support import GIB, compose, gpus, hostfile, known, plan, setting_of
 
@@ -93,7 +93,8 @@ def test_gpus_that_no_table_names_are_taken_as_their_driver_tells() -> None:
 def test_a_plan_refuses_the_attention_that_a_rank_would(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On every device and in every number format; what is typed instead works."""
     monkeypatch.setattr(attention, "missing", lambda name: None)
-    monkeypatch.setattr(attention_cudnn, "unusable", lambda: None)
+    for package in attention.PACKAGES.values():
+        monkeypatch.setattr(package, "unusable", lambda: None)
     refused = 0
     for here, precision, repeats in (
         *(((), "fp32", False), (T4, "fp16", False), (A100, "bf16", False), (B200, "bf16", False)),
@@ -110,7 +111,7 @@ def test_a_plan_refuses_the_attention_that_a_rank_would(kernel: str, monkeypatch
         refused += bool(by_rank)
         for line in by_rank[0].tries if by_rank else ():
             attention_of(words | dict([line.split()[0].split("=")]), here)
-    assert refused == {"auto": 0, "sdpa": 0, "varlen": 4, "cudnn": 6, "flash_attention_3": 6}.get(kernel, 5)
+    assert refused == {"auto": 0, "sdpa": 0, "varlen": 4, "flash_attention_2": 5}.get(kernel, 6)
 
 
 def test_attention_is_refused_by_what_is_known_of_gpus_and_packages() -> None:

@@ -42,9 +42,9 @@ def activations(setting: Setting, load: Load) -> Activations:
     kernel = kernel_of(setting)
     padded = setting.device == "cuda" and kernel in PADDED
     way = "own" if not load.key_rows else "gathered" if gathers_keys(load.tokens, load.key_rows) else "cascade"
-    package = kernel.startswith("flash_attention")
+    package = kernel in ("flash_attention_2", "flash_attention_3")
     how = Way(
-        packing=Packing(way=way, padded=padded, package=package, cudnn=kernel == "cudnn"),
+        packing=Packing(way=way, padded=padded, package=package, kernel=kernel),
         fused=setting.fused,
         half=setting.precision == "fp16",
         together=setting.stage < 3,

@@ -59,8 +59,14 @@ class Attention:
 
 
 FLASH = Attention(1.04, 583.0, 0.80, 418.0, 0.64)  # PyTorch's and flash-attn 2
-# On Hopper. Half of its backward pass is no product: sums over each row of results, of heads, and into 16 bits.
+# On Hopper. Half of cuDNN's backward pass is no product: sums over each row of results, of heads, and into 16 bits.
+# flash-attn 4's are of text, page, imgq, chat, and of 16 pages in the tower; flash-attn 3 was never measured.
 CUDNN = Attention(1.57, 670.0, 1.47, 1430.0, 0.64)
+ATTENTION = {
+    "cudnn": CUDNN,
+    "flash_attention_3": CUDNN,
+    "flash_attention_4": Attention(1.67, 800.0, 1.33, 750.0, 0.87),
+}
 # Kernels called for a layer in each pass, of which Python calls the backward pass's too; ZeRO-3's Python for one, and
 # for a block of the tower beside them; its optimizer step for each tensor that trains. The last two are of one H200:
 # 0.25 s for a tower of 24 blocks, gathers with it; 0.13 s for 398 tensors of Qwen3-VL-4B, as long for 504 adapters.

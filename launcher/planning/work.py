@@ -86,8 +86,7 @@ def _products(name: str, passes: Passes, setting: Setting, load: Load, rates: Ra
 def _attention(name: str, passes: Passes, setting: Setting, load: Load, rates: Rates) -> Passes:
     """Seconds of attention beside fused layers."""
     kernel = kernel_of(setting)
-    fast = kernel in ("cudnn", "flash_attention_3", "flash_attention_4")
-    known, rate = fitted.CUDNN if fast else fitted.FLASH, rates.attention_tflops * TERA
+    known, rate = fitted.ATTENTION.get(kernel, fitted.FLASH), rates.attention_tflops * TERA
     seen = name == "vision attention"
     keys = load.patch_pairs / max(1, load.patches) if seen else load.pairs / load.tokens
     rate *= (known.vision if seen else 1.0) * (fitted.PADDED_ATTENTION if kernel in PADDED else 1.0)

@@ -20,7 +20,7 @@ from launcher.spec import Host, RunPlan
 GB = 1e9
 MIB = 2**20
 OLDEST = (3, 10)
-FLASH = ("flash-attn", "flash-attn-3")
+FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
 SCRATCH_BYTES = 16  # of a trained parameter on NVMe: float32 master, two moments and the gradient
 SHM_A_GPU = 32 * MIB  # NCCL's segments between the GPUs of a host
 NSYS = (

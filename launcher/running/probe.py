@@ -101,8 +101,12 @@ def look(asked: Fields) -> Fields:
 
 
 def locate(name: str, path: List[str]) -> Optional[str]:
-    """The file that an import of `name` would read first; None when there is none."""
-    spec = PathFinder.find_spec(name, path) or importlib.util.find_spec(name)
+    """The file that an import of `name`, a module or one inside a package, reads; None when there is none."""
+    first, *inner = name.split(".")
+    spec = PathFinder.find_spec(first, path) or importlib.util.find_spec(first)
+    for part in inner:  # without an import of what is around it
+        folders = None if spec is None else spec.submodule_search_locations
+        spec = None if folders is None else PathFinder.find_spec(part, list(folders))
     # A folder without __init__.py is found too, with no origin: wandb makes one of its name where it is used.
     return spec.origin if spec is not None and spec.origin != "namespace" else None
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from launcher.attention_needs import AMPERE, HOPPER, PADDED, attention_problem, missing, missing_problem
 from launcher.errors import ConfigError, Problem
-from launcher.training import attention_cudnn
+from launcher.training import attention_cudnn, attention_flash4
 from launcher.training import attention_packages as packages
 from launcher.training.attention_layout import Layout, make_layout
 from launcher.training.attention_ways import Part, attend
@@ -76,15 +76,26 @@ def cudnn_ragged() -> Part:
     return attention_cudnn.CudnnRagged()
 
 
+@functools.cache
+def flash_attn_4() -> Part:
+    """The flash-attn-4 package's kernel over variable lengths."""
+    from launcher.training.attention_flash4 import FlashAttn4
+
+    return FlashAttn4()
+
+
 KERNELS: dict[str, Callable[..., torch.Tensor]] = {
     "cudnn": functools.partial(packed_attention, make_part=cudnn_ragged),
-    "flash_attention_4": packages.flash_attn_4,
+    "flash_attention_4": functools.partial(packed_attention, make_part=flash_attn_4),
     "flash_attention_3": packages.flash_attn_3,
     "flash_attention_2": packages.flash_attn_2,
     "varlen": functools.partial(packed_attention, make_part=torch_flash),
     "sdpa": padded_attention,
     "reference": padded_attention,
 }
+
+
+PACKAGES = {"cudnn": attention_cudnn, "flash_attention_4": attention_flash4}  # that tell whether they are unusable
 
 
 def choose_kernel(asked: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
@@ -116,9 +127,8 @@ def _refuse_unusable(asked: str, device: torch.device, dtype: torch.dtype) -> No
     )
     if problem is None and (install := missing(asked)) is not None:
         problem = missing_problem(asked, install)
-    if problem is None and asked == "cudnn" and (reason := attention_cudnn.unusable()) is not None:
-        text = f"attention=cudnn: nvidia-cudnn-frontend is installed, but {reason}"
-        problem = Problem(text, tries=("attention=auto",))
+    if problem is None and asked in PACKAGES and (reason := PACKAGES[asked].unusable()) is not None:
+        problem = Problem(f"attention={asked}: its package is installed, but {reason}", tries=("attention=auto",))
     if problem is not None:
         raise ConfigError(problem)
 
@@ -131,12 +141,15 @@ def _fastest(capability: tuple[int, int]) -> tuple[str, str]:
         return "varlen", "PyTorch's own flash kernel gives the same numbers every time: train.deterministic=true"
     if capability[0] != HOPPER[0]:
         return "varlen", "PyTorch's own flash kernel; no other is measured on this GPU"
+    faults = {name: missing(name) or PACKAGES[name].unusable() for name in ("flash_attention_4", "cudnn")}
+    if faults["flash_attention_4"] is None:
+        return "flash_attention_4", "the fastest on Hopper"
+    beside = "" if missing("flash_attention_4") else f"; of flash-attn-4 {faults['flash_attention_4']}"
+    if faults["cudnn"] is None:
+        return "cudnn", f"the fastest on Hopper but for flash-attn-4's{beside}"
     if missing("cudnn") is not None:
-        return "varlen", "PyTorch's own flash kernel; pip install nvidia-cudnn-frontend brings a faster one"
-    reason = attention_cudnn.unusable()
-    return (
-        ("varlen", f"PyTorch's own flash kernel; of cuDNN's {reason}") if reason else ("cudnn", "the fastest on Hopper")
-    )
+        return "varlen", f"PyTorch's own flash kernel; pip install nvidia-cudnn-frontend brings a faster one{beside}"
+    return "varlen", f"PyTorch's own flash kernel; of cuDNN's {faults['cudnn']}{beside}"
 
 
 def install(language: Any, tower: Any | None, kernel: str, *, layout_padded: bool, packed: bool = True) -> None:

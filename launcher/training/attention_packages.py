@@ -33,17 +33,6 @@ def flash_attn_3(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float |
     return out[0] if isinstance(out, tuple) else out
 
 
-def flash_attn_4(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None, causal: bool = True) -> Tensor:
-    """The flash-attn-4 package: kernels in Python, compiled on first use (Hopper and newer)."""
-    from flash_attn.cute import flash_attn_varlen_func
-
-    k, v = _gathered(k, v, layout)
-    sizes = {"cu_seqlens_q": layout.cu_q, "cu_seqlens_k": layout.cu_k}
-    longest = {"max_seqlen_q": layout.max_q, "max_seqlen_k": layout.max_k}
-    out = flash_attn_varlen_func(q, k, v, **sizes, **longest, softmax_scale=scale, causal=causal)
-    return out[0] if isinstance(out, tuple) else out
-
-
 class Gather(torch.autograd.Function):
     """Rows of a tensor, some more than once; their gradients are added up in float32."""
 

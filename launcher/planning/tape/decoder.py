@@ -20,7 +20,7 @@ class Packing:
     way: str  # own | gathered | cascade: where prefixes are shared (launcher.training.attention_ways)
     padded: bool = False  # segments are padded, for want of a flash kernel
     package: bool = False  # a flash-attn package, which keeps gathered keys and values
-    cudnn: bool = False
+    kernel: str = "varlen"  # of launcher.training.attention
 
 
 def attention(x: Value, shape: Shape, linears: Linears, tuned: Tuned, packing: Packing) -> Value:
@@ -47,7 +47,7 @@ def packed_attention(q: Value, k: Value, v: Value, heads: int, packing: Packing)
         if packing.way != "own":
             k, v = mixing.gathered(k), mixing.gathered(v)
         return mixing.flash(q, k, v, heads)
-    return mixing.flash(q, k, v, heads, way=packing.way, cudnn=packing.cudnn)
+    return mixing.flash(q, k, v, heads, way=packing.way, kernel=packing.kernel)
 
 
 def router(x: Value, experts: Experts, tuned: Tuned) -> Value:

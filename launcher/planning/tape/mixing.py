@@ -13,8 +13,8 @@ KEYS = form(keys=1)
 Shape = tuple[Form, int, int]  # rows, columns, width
 
 
-def flash(q: Value, k: Value, v: Value, heads: int, *, way: str = "own", cudnn: bool = False) -> Value:
-    """Attention over segments by a flash kernel, PyTorch's or cuDNN's (launcher.training.attention_ways).
+def flash(q: Value, k: Value, v: Value, heads: int, *, way: str = "own", kernel: str = "varlen") -> Value:
+    """Attention over segments by a flash `kernel`, PyTorch's by default (launcher.training.attention_ways).
 
     `way`: own (no prefix is shared) | gathered (copies of its prefix's keys for each segment) | cascade (two calls).
     Queries, keys and values, the result and a float32 number a query and head are kept.
@@ -32,7 +32,7 @@ def flash(q: Value, k: Value, v: Value, heads: int, *, way: str = "own", cudnn: 
         called = given if way != "gathered" else [given[0], *(_of_rows(KEYS, shape) for shape in given[1:])]
         copies = _made(tape, called[1:] if way == "gathered" else [])
         found = _made(tape, called)
-        tape.passing(_inside(called, heads, 128, cudnn=cudnn))
+        tape.passing(_inside(called, heads, 128, kernel=kernel))
         copies.clear()
         if way == "gathered":
             tape.passing(form(keys=2 * LONG, tokens=LONG))  # an order of the rows
@@ -41,7 +41,7 @@ def flash(q: Value, k: Value, v: Value, heads: int, *, way: str = "own", cudnn: 
             # The second call has an entry a group, which has two documents or more as a rule.
             called = [given[0], *(_of_rows(form(prefixes=1), shape) for shape in given[1:])]
             more = _made(tape, called)
-            tape.passing(_inside(called, heads, 64, cudnn=cudnn))
+            tape.passing(_inside(called, heads, 64, kernel=kernel))
             more.clear()
         return [value if want else None for value, want in zip(found, wants, strict=True)]
 
@@ -60,18 +60,20 @@ def _made(tape: Tape, shapes: Sequence[Shape]) -> list[Value]:
     return [tape.new(*shape) for shape in shapes]
 
 
-def _inside(called: Sequence[Shape], heads: int, padding: int, *, cudnn: bool) -> Form:
+def _inside(called: Sequence[Shape], heads: int, padding: int, *, kernel: str) -> Form:
     """Buffers of a backward kernel: a float32 sum of the queries' gradient, and gradients of keys and values for every
     query head where several share a key head.
 
     PyTorch's (flash_api.cpp) pads every segment by `padding` rows and the head size, and has the latter in 16 bits;
-    cuDNN's workspaces, measured on an H200, have them in float32, and rows rounded up.
+    cuDNN's workspaces, measured on an H200, have them in float32, and rows rounded up. flash-attn 4 sums the latter up
+    in float32 for every key head (flash_attn/cute/interface.py).
     """
     (rows, columns, width), (keys, key_columns, _), _ = called
     head = columns // heads
     rounded = -(-head // 32) * 32 if head <= 128 else -(-head // 64) * 64
-    padded = plus(rows, form(one=1024) if cudnn else form(segments=padding))
-    expanded = 2 * columns * (FLOAT if cudnn else width) if key_columns != columns else 0
+    padded = plus(rows, form(one=1024) if kernel == "cudnn" else form(segments=padding))
+    each = {"cudnn": columns * FLOAT, "flash_attention_4": key_columns * FLOAT}.get(kernel, columns * width)
+    expanded = 2 * each if key_columns != columns else 0
     return plus(times(padded, FLOAT * heads * (1 + rounded)), times(keys, expanded))
 
 
