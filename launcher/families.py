@@ -228,7 +228,7 @@ def why_no_adapter(config: RunConfig) -> list[str]:
     """Why what this run trains could not be exported as an adapter that others put on the base model."""
     tune, found = config.tune, []
     if not any(getattr(tune, part) == "lora" for part in LORA_PARTS):
-        found.append("the run trains no adapter")
+        return ["the run trains no adapter"]
     if tune.language == "full" or tune.head == "full":
         found.append("trained embeddings or a trained lm_head don't fit into an adapter")
     if config.task.name == "classify":

@@ -239,11 +239,22 @@ def checkpoint_to_export(run: RunDir) -> Path:
     """The best checkpoint by `eval.metric` when it is there, else the last one; raises ConfigError without any."""
     complete = complete_checkpoints(run)
     if not complete:
-        raise ConfigError(Problem(f"{run.checkpoints} holds no complete checkpoint to export"))
+        raise ConfigError(
+            Problem(f"{run.checkpoints} holds no complete checkpoint", tries=(f"python -m launcher status {run.path}",))
+        )
     best = read_json(complete[-1] / "state.json").get("best")
     if best is not None and is_complete(run.checkpoint(best["step"])):
         return run.checkpoint(best["step"])
     return complete[-1]
+
+
+def check_export_place(out: Path) -> None:
+    """Raise ConfigError where an export to `out` would overwrite anything but an earlier export."""
+    if out.exists() and not out.is_dir():
+        raise ConfigError(Problem(f"{out} is a file; an export is a folder", tries=("--out ANOTHER",)))
+    if out.exists() and any(out.iterdir()) and not (out / EXPORT).is_file():
+        text = f"{out} is not empty and no export of this launcher; nothing is overwritten"
+        raise ConfigError(Problem(text, tries=("--out ANOTHER",)))
 
 
 def damages(checkpoint: Path) -> list[str]:
@@ -270,12 +281,13 @@ def resolve_resume(where: Path) -> tuple[Path, dict[str, Any]]:
     never starts from the beginning when a resume was asked for.
     """
     if not where.is_dir():
-        raise _no_resume(f"resume={where}: {'not a folder' if where.exists() else 'no such folder'}")
+        raise _no_resume(f"resume={where}: {'not a folder' if where.exists() else 'no such folder'}", *_FROM_START)
     if checkpoint_step(where) is not None:
         broken = damages(where)
         if broken:
             before = [c for c in complete_checkpoints(RunDir(where.parent.parent)) if c != where and not damages(c)]
-            raise _no_resume(f"resume={where} is damaged:\n" + "\n".join(broken), *before[-1:])
+            instead = [f"resume={folder}" for folder in before[-1:]]
+            raise _no_resume(f"resume={where} is damaged:\n" + "\n".join(broken), *instead, *_FROM_START)
         return where, {**read_json(where / "state.json"), "notes": []}
     run = RunDir(where.parent) if where.name == "checkpoints" else RunDir(where)
     notes = [f"{folder} is not finished and is passed over" for folder in _unfinished(run)]
@@ -284,7 +296,8 @@ def resolve_resume(where: Path) -> tuple[Path, dict[str, Any]]:
         if not broken:
             return folder, {**read_json(folder / "state.json"), "notes": notes}
         notes.append(f"{folder} is damaged and is passed over: " + "; ".join(broken))
-    raise _no_resume("\n".join([f"resume={where}: no whole checkpoint in {run.checkpoints}", *notes]))
+    text = "\n".join([f"resume={where}: no whole checkpoint in {run.checkpoints}", *notes])
+    raise _no_resume(text, "run.name=ANOTHER, without resume, to train from the beginning")  # the folder is taken
 
 
 def file_entry(file: Path) -> dict[str, Any]:
@@ -307,6 +320,8 @@ def _unfinished(run: RunDir) -> list[Path]:
     return sorted(f for f in run.checkpoints.iterdir() if f.name.lstrip(".").startswith("step-") and not is_complete(f))
 
 
-def _no_resume(text: str, *instead: Path) -> ConfigError:
-    tries = [f"resume={folder}" for folder in instead]
-    return ConfigError(Problem(text, tries=(*tries, "leave resume out to train from the beginning")))
+_FROM_START = ("leave resume out to train from the beginning",)
+
+
+def _no_resume(text: str, *tries: str) -> ConfigError:
+    return ConfigError(Problem(text, tries=tries))

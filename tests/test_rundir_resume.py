@@ -112,7 +112,7 @@ def test_resume_never_means_a_fresh_start(run, tmp_path):
     ):
         with pytest.raises(ConfigError, match=text) as caught:
             resolve_resume(where)
-        assert "try  leave resume out" in str(caught.value)
+        assert "train from the beginning" in str(caught.value)
     for step in (200, 400):
         (run.checkpoint(step) / "rng.json").unlink()
     with pytest.raises(ConfigError) as caught:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -158,11 +159,13 @@ def test_the_verbs_start_a_process_of_their_own(run: RunDir, launch: Any, tmp_pa
         ("evaluate RUN optim.lr=1 dataset.evl=x dataset.max_length=many", "3 problems"),
         ("evaluate RUN --golden", "has no export"),
         ("evaluate RUN --golden x dataset.eval=F", "--golden takes no rows"),
+        ("evaluate RUN dataset=jsonl", "dataset=jsonl chooses a group of settings"),
         ("evaluate RUN RUN", "one run, checkpoint or export, not 2"),
         ("score", "score which file?"),
         ("score rows.jsonl --model RUN --out taken", "taken is there already"),
         ("score none.jsonl --model RUN", "  none.jsonl does not exist"),
         ("export RUN/checkpoints/step-000008", "step-000008 does not exist"),
+        ("export RUN --out taken", "taken is a file; an export is a folder"),
         ("export RUN --push nameless", "a repository is NAME/REPO"),
         ("export RUN --push a/b", "HF_HUB_OFFLINE is set"),
         ("evaluate RUN --device cuda dataset.eval=F", "random weights made on a CPU"),
@@ -182,6 +185,25 @@ def test_what_cannot_work_is_refused_with_what_to_type(
     said = capsys.readouterr().err
     assert text in said
     assert "     try  " in said
+
+
+def test_the_last_run_that_has_a_checkpoint_is_meant(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A later one that has none yet, or never had, hides no earlier one; nothing is taken without a word."""
+    root = str(run.path.parent)
+    assert trained.find_target("latest", root).weights == run.checkpoint(7)
+    assert capsys.readouterr().err == ""
+    later = RunDir(run.path.with_name("later"))
+    later.path.mkdir()
+    later.plan.write_text(run.plan.read_text())
+    os.utime(run.plan, (1.0, 1.0))
+    for newest in (True, False):
+        assert trained.find_target("latest", root, newest=newest).weights == run.checkpoint(7)
+        assert capsys.readouterr().err == f"latest: {run.path}, as {later.path} has no checkpoint\n"
+    with pytest.raises(ConfigError, match="later/checkpoints holds no complete checkpoint"):
+        trained.find_target("later", root)
+    shutil.rmtree(later.path)
 
 
 @pytest.mark.parametrize("verb", ["evaluate", "score", "export"])

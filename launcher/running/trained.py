@@ -8,7 +8,7 @@ import difflib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,16 @@ from launcher.datafiles import SUFFIXES
 from launcher.errors import ConfigError, ExitCode, MachineError, Problem
 from launcher.plain import from_data, to_data
 from launcher.planning import checks, keys
-from launcher.rundir import EXPORT, RunDir, checkpoint_step, checkpoint_to_export, complete_checkpoints, read_json
-from launcher.running.state import LATEST, find_folder, is_sweep
+from launcher.rundir import (
+    EXPORT,
+    RunDir,
+    check_export_place,
+    checkpoint_step,
+    checkpoint_to_export,
+    complete_checkpoints,
+    read_json,
+)
+from launcher.running.state import LATEST, find_folder, is_sweep, list_runs
 from launcher.spec import BatchPlan, CostModel, Host, RunConfig, RunPlan, plan_from_json, plan_to_json
 
 RUNS = "runs"
@@ -143,6 +151,7 @@ def _export(options: argparse.Namespace) -> int:
     folder = target.weights
     if not target.exported:
         folder = options.out or RunDir(Path(target.plan.run_dir)).export
+        check_export_place(folder)
         merge = options.merge or (target.plan.config.checkpoint.merge and not options.adapter)
         plan = usable_plan(target, [], options.device)
         plan = _with(plan, checkpoint=dataclasses.replace(plan.config.checkpoint, merge=merge))
@@ -184,13 +193,26 @@ def find_target(name: str, root: str, *, newest: bool = True) -> Target:
             return _checkpoint(run, path.absolute())
         if there := complete_checkpoints(run):
             raise ConfigError(Problem(f"{path} does not exist", tries=tuple(map(str, there))))
-    run = find_folder(name, root)
+
+    def usable(run: RunDir) -> bool:
+        return bool(complete_checkpoints(run)) or (newest and (run.export / EXPORT).is_file())
+
+    run = _last(root, usable, "checkpoint") if name == LATEST else find_folder(name, root)
     if is_sweep(run):
         text = f"{name} is a sweep; each of its jobs is a run"
         raise ConfigError(Problem(text, tries=(f"{run.path}/0",)))
     if newest and not complete_checkpoints(run) and (run.export / EXPORT).is_file():
         return _exported(run.export)
     return _checkpoint(run, checkpoint_to_export(run).absolute())
+
+
+def _last(root: str, usable: Callable[[RunDir], bool], what: str) -> RunDir:
+    """The last run that has what is needed, said where it is not the last of all; that one where none has it."""
+    last = find_folder(LATEST, root)
+    run = next(filter(usable, list_runs(root)), last)
+    if run.path != last.path:
+        print(f"latest: {run.path}, as {last.path} has no {what}", file=sys.stderr)
+    return run
 
 
 def _checkpoint(run: RunDir, folder: Path) -> Target:
@@ -208,8 +230,12 @@ def _export_of(name: str, root: str) -> Path:
     path = Path(name).expanduser()
     if (path / EXPORT).is_file():
         return path
-    run = find_folder(name, root)
-    if not (run.export / EXPORT).is_file():
+
+    def usable(run: RunDir) -> bool:
+        return (run.export / EXPORT).is_file()
+
+    run = _last(root, usable, "export") if name == LATEST else find_folder(name, root)
+    if not usable(run):
         text = f"{run.path} has no export"
         raise ConfigError(Problem(text, tries=(f"python -m launcher export {run.path}",)))
     return run.export
@@ -368,6 +394,9 @@ def _value(text: str) -> Any:
 
 def _misfits(key: str, value: Any) -> list[Problem]:
     known = [name for name in keys.kinds() if name.startswith(CHANGEABLE)]
+    if "." not in key and any(name.startswith(f"{key}.") for name in keys.kinds()):
+        text = f"{key}={value} chooses a group of settings, which a run has when it trains; single keys can change"
+        return [Problem(text, tries=("dataset.eval=FILE   (rows of any format)",))]
     if key not in known:
         near = difflib.get_close_matches(key, known, n=1)
         what = "says how it was trained, and can't be changed now" if key in keys.kinds() else "is no key"

@@ -15,12 +15,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from launcher.errors import ConfigError, Problem
 from launcher.families import family_of, instruction_of
 from launcher.golden import write_golden
 from launcher.hubs import model_source
 from launcher.plain import to_data
-from launcher.rundir import EXPORT, RunDir, checkpoint_to_export, read_json, write_json
+from launcher.rundir import EXPORT, RunDir, check_export_place, checkpoint_to_export, read_json, write_json
 from launcher.spec import RunPlan
 from launcher.training import adapters, card, golden, layouts, models, processors, serving, tuning
 from launcher.training.base import check_base
@@ -44,8 +43,7 @@ def export_from_checkpoint(
     earlier export at `out` is replaced, any other folder that is not empty is refused. `each` takes
     tensors and pairs through `RankStatus.each`, say; `warn` hears what is suspicious about the scores.
     """
-    if out.exists() and any(out.iterdir()) and not (out / EXPORT).is_file():
-        raise ConfigError(Problem(f"{out} is not empty and no export of this launcher", tries=("another folder",)))
+    check_export_place(out)
     merge = plan.config.checkpoint.merge
     if not merge:
         adapters.check_exportable(plan)
