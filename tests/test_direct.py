@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from launcher.errors import ConfigError, MachineError
 from launcher.families import FAMILIES
 from launcher.training import ahead, direct, layerwise, layouts, models, processors
-from launcher.training.weightfiles import Part, read_parts, stored_tensors
+from launcher.training.weightfiles import Part, read_parts
+from launcher.weightheaders import stored_tensors
 from tests.tiny import family_plan
 
 CPU = torch.device("cpu")
@@ -99,10 +100,16 @@ def test_a_damaged_file_is_named(to_device: bool, tmp_path: Path) -> None:
     ids = processors.special_ids(processors.load_processor(plan))
     file = sorted((tmp_path / "m").glob("*.safetensors"))[1]
     whole = file.read_bytes()
-    for content in (whole[:-8], whole[:100], b"version https://git-lfs", b"", whole[:8] + b"x" + whole[9:]):
+    integers = whole.replace(b'"F32"', b'"I32"', 1)
+    for content in (whole[:-8], whole[:100], b"version https://git-lfs", b"", whole[:8] + b"x" + whole[9:], integers):
         file.write_bytes(content)
         with pytest.raises(ConfigError, match=rf"{re.escape(str(file))} is (cut short|damaged)[^$]*again"):
             models.load_model(local, ids, CPU, to_device=to_device)
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(ConfigError, match=rf"{re.escape(str(file))} is a folder"):
+        models.load_model(local, ids, CPU, to_device=to_device)
+    file.rmdir()
     file.write_bytes(whole)
     models.load_model(local, ids, CPU, to_device=to_device)
 

@@ -15,6 +15,7 @@ from launcher.running import facts as facts_module
 from launcher.running.facts import DIGITS_ROWS, gather_facts
 from tests.planning_support import NOW, compose
 
+NO_TENSORS = b"\2" + bytes(7) + b"{}"  # a whole file of weights
 SMI = """\
 0, GPU-aaaa1111, NVIDIA H200, 143771, 9.0
 1, GPU-bbbb2222, NVIDIA H200, 143771, 9.0
@@ -121,7 +122,7 @@ def test_missing_weight_files_are_named(here: Path) -> None:
     folder = here / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(compose("model=tiny").model.arch))
-    (folder / "a.safetensors").touch()
+    (folder / "a.safetensors").write_bytes(NO_TENSORS)
     index = folder / "model.safetensors.index.json"
     config = compose("model=tiny", f"model.path={folder}", "model.weights=pretrained")
     for text, said in (
@@ -132,13 +133,16 @@ def test_missing_weight_files_are_named(here: Path) -> None:
         assert [said in problem.text for problem in gather_facts(config).problems] == [True]
     index.write_text('{"weight_map": {"x": "a.safetensors"}}')
     assert gather_facts(config).problems == ()
+    (folder / "a.safetensors").write_bytes(NO_TENSORS[:-1])
+    (problem,) = gather_facts(config).problems
+    assert problem.text.startswith(f"{folder}/a.safetensors is damaged") and problem.tries
 
 
 def test_a_model_folder_is_read(here: Path) -> None:
     arch = compose("model=tiny").model.arch
     (here / "model").mkdir()
     (here / "model" / "config.json").write_text(json.dumps(arch))
-    (here / "model" / "model.safetensors").touch()
+    (here / "model" / "model.safetensors").write_bytes(NO_TENSORS)
     config = compose("model=qwen3_vl_8b", f"model.path={here}/model", "model.weights=pretrained")
     facts = gather_facts(config)
     assert facts.arch == arch

@@ -28,6 +28,7 @@ from launcher.prepared import read_summary
 from launcher.resources import ds_configs_dir, hostfiles_dir
 from launcher.rundir import RunDir, resolve_resume
 from launcher.spec import MISSING, RunConfig
+from launcher.weightheaders import damage
 
 AUTO = "auto"
 DEFAULT_HOSTFILE = Path("hostfiles/default")
@@ -236,6 +237,8 @@ class _Gatherer:
                 )
             if found and model.weights == "pretrained":
                 self._shards(model.path)
+                if (damaged := damage(folder)) is not None:
+                    self._problem(str(damaged), "copy or download that file again")
             return found
         if model.repo is None:
             return False

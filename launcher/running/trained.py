@@ -28,6 +28,7 @@ from launcher.rundir import (
 )
 from launcher.running.state import LATEST, find_folder, is_sweep, list_runs
 from launcher.spec import BatchPlan, CostModel, Host, RunConfig, RunPlan, plan_from_json, plan_to_json
+from launcher.weightheaders import damage
 
 RUNS = "runs"
 CHANGEABLE = ("dataset.", "model.path", "batch.max_tokens", "task.instruction")
@@ -254,6 +255,9 @@ def _plan_of(run: RunDir) -> RunPlan:
 
 def _exported(folder: Path) -> Target:
     folder = folder.absolute()
+    if (damaged := damage(folder)) is not None:
+        tries = ("python -m launcher export RUN   (writes it again)", "copy or download that file again")
+        raise ConfigError(Problem(str(damaged), tries=tries))
     try:
         return Target(_plan_of_export(folder, read_json(folder / EXPORT)), folder, exported=True)
     except (KeyError, ValueError, TypeError) as error:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from launcher.errors import MachineError, Problem
-from launcher.training.weightfiles import Part, Stored, Unreadable, read_parts, stored_tensors
+from launcher.training.weightfiles import Part, read_parts
+from launcher.weightheaders import Stored, Unreadable, stored_tensors
 
 GENERATION = "generation_config.json"
 Gather = Callable[[Any], list[Any]]  # every rank's value, on every rank

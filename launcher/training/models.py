@@ -17,7 +17,8 @@ from launcher.errors import ConfigError, Problem
 from launcher.families import Family, family_of
 from launcher.hubs import model_source, weights_folder
 from launcher.spec import RunPlan
-from launcher.training import direct, layerwise, layouts, quantize, weightfiles
+from launcher.training import direct, layerwise, layouts, quantize
+from launcher.weightheaders import Damaged, damage
 
 TEXT_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of special_ids: what a model without a tower has
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -63,6 +64,9 @@ def load_model(
         model = _read_direct(plan, model_class, source, device, gather, partitioned=partitioned)
         if model is not None:
             return model
+    folder = weights_folder(plan.config.model)
+    if folder is not None and (damaged := damage(folder)) is not None:  # safetensors does not name the file
+        raise _unloadable(source, damaged)
     options = quantize.loading_options(family, tune, dtype, device) if quantized else {}
     if partitioned and family.turned and plan.config.model.path:
         layouts.check_published(Path(source), family, plan.arch["text_config"]["moe_intermediate_size"])
@@ -72,9 +76,7 @@ def load_model(
                 source, dtype=dtype, output_loading_info=True, trust_remote_code=False, use_safetensors=True, **options
             )
     except (OSError, SafetensorError) as error:
-        folder = weights_folder(plan.config.model)
-        damage = None if folder is None else weightfiles.damage(folder)  # safetensors does not name the file
-        raise _unloadable(source, damage or error) from error
+        raise _unloadable(source, error) from error
     missing = [key for key in info["missing_keys"] if not (key == "lm_head.weight" and _tied(model))]
     if missing or info["unexpected_keys"] or info["mismatched_keys"]:
         raise _unusable(
@@ -129,7 +131,7 @@ def _large(
 def _unloadable(source: str, error: Exception) -> ConfigError:
     """A damaged file is named in its error."""
     text = str(error).strip()
-    if isinstance(error, weightfiles.Damaged):
+    if isinstance(error, Damaged):
         return ConfigError(Problem(text, tries=("copy or download that file again", "model.path=FOLDER")))
     return _unusable(f"the weights of {source} cannot be loaded: {text}")
 

@@ -86,7 +86,10 @@ def _golden(plan: RunPlan, folder: Path, tolerance: float | None) -> int:
     """Hold an export to its golden scores, computed here and now by transformers."""
     wanted = read_golden(folder)
     device = torch.device("cuda", 0) if plan.device == "cuda" else torch.device("cpu")
-    exported = golden.Exported(folder, device, model_source(plan.config.model))
+    try:
+        exported = golden.Exported(folder, device, model_source(plan.config.model))
+    except golden.NotLoadable as error:
+        raise ConfigError(Problem(str(error), tries=("python -m launcher export RUN   (writes it again)",))) from error
     found = [sigmoid(exported.logit(pair.query, pair.document, pair.instruction)) for pair in wanted.pairs]
     lines, good = verdict(wanted, found, tolerance or wanted.tolerance)
     print("\n".join(lines))

@@ -1,15 +1,11 @@
 """Tensors of safetensors files, read by several threads straight to where they are needed.
 
-A file is 8 bytes (the header's length), a JSON header (name -> dtype, shape, place) and the tensors' bytes:
-https://github.com/huggingface/safetensors#format. A part of a tensor is a range of a file, so a rank under ZeRO-3 reads
-its own part and nothing else; the ranks of a host share the disk's work through the page cache.
+A part of a tensor is a range of a file (launcher.weightheaders), so a rank under ZeRO-3 reads its own part and nothing
+else; the ranks of a host share the disk's work through the page cache.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import math
 import os
 import queue
 import threading
@@ -19,33 +15,11 @@ from pathlib import Path
 
 import torch
 
+from launcher.weightheaders import FLOATS, Stored
+
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 CHUNK = 16 * 2**20  # bytes of one read: long enough for a disk, and two a thread are little to pin
 MOST_THREADS = 8
-
-
-class Unreadable(Exception):
-    """The files are not of the kind that is read here; the text says how."""
-
-
-class Damaged(OSError):
-    """A file that is not whole, whatever its kind; the text names it."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stored:
-    """A tensor in a file; `start` is its first byte there."""
-
-    file: Path
-    start: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def numel(self) -> int:
-        """Its elements."""
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,64 +29,6 @@ class Part:
     stored: Stored
     first: int
     target: torch.Tensor
-
-
-def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a model's folder by its name there. Raises Unreadable, Damaged."""
-    found: dict[str, Stored] = {}
-    for file in _files(folder):
-        found |= _header(file)
-    return found
-
-
-def damage(folder: Path) -> Damaged | None:
-    """The first file of a model's folder that is not whole."""
-    with contextlib.suppress(Unreadable):
-        for file in _files(folder):
-            try:
-                _header(file)
-            except Damaged as error:
-                return error
-            except Unreadable:
-                continue
-    return None
-
-
-def _files(folder: Path) -> list[Path]:
-    index = folder / INDEX
-    try:
-        if not index.is_file():
-            return [folder / SINGLE]
-        return sorted({folder / name for name in json.loads(index.read_bytes())["weight_map"].values()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Unreadable(f"{index} cannot be read: {error}") from error
-
-
-def _header(file: Path) -> dict[str, Stored]:
-    try:
-        with open(file, "rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            size = os.fstat(opened.fileno()).st_size
-            text = opened.read(length) if length <= size else b""
-    except OSError as error:
-        raise Unreadable(f"{file} cannot be read: {error.strerror}") from error
-    found = {}
-    try:
-        for name, entry in json.loads(text).items():
-            if name == "__metadata__":
-                continue
-            first, end = entry["data_offsets"]
-            if 8 + length + end > size:
-                raise Damaged(f"{file} is cut short: it has {size:,} bytes, and {name} lies beyond them")
-            if entry["dtype"] not in DTYPES:
-                raise Unreadable(f"{name} is {entry['dtype']}")
-            dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-            if end - first != math.prod(shape) * dtype.itemsize:
-                raise Damaged(f"{file} is damaged: {name} does not lie in it as its header says")
-            found[name] = Stored(file=file, start=8 + length + first, shape=shape, dtype=dtype)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{file} is damaged, or no safetensors file: its header cannot be read") from error
-    return found
 
 
 def read_parts(parts: Sequence[Part], *, turn: float = 0.0) -> int:
@@ -135,15 +51,19 @@ def read_parts(parts: Sequence[Part], *, turn: float = 0.0) -> int:
     for thread in threads:
         if thread.error is not None:
             raise thread.error
-    return sum(chunk.target.numel() * chunk.stored.dtype.itemsize for chunk in chunks)
+    return sum(chunk.target.numel() * _width(chunk.stored) for chunk in chunks)
+
+
+def _width(stored: Stored) -> int:
+    return FLOATS[stored.dtype]
 
 
 def _place(part: Part) -> tuple[str, int]:
-    return str(part.stored.file), part.stored.start + part.first * part.stored.dtype.itemsize
+    return str(part.stored.file), part.stored.start + part.first * _width(part.stored)
 
 
 def _chunks(part: Part) -> Iterable[Part]:
-    size = CHUNK // part.stored.dtype.itemsize
+    size = CHUNK // _width(part.stored)
     for at in range(0, part.target.numel(), size):
         target = part.target[at : at + size]
         yield Part(stored=part.stored, first=part.first + at, target=target)
@@ -179,7 +99,7 @@ class _Reader(threading.Thread):
                 os.close(descriptor)
 
     def _take(self, part: Part, which: int) -> None:
-        target, dtype = part.target, part.stored.dtype
+        target, dtype = part.target, DTYPES[part.stored.dtype]
         if target.device.type == "cpu" and target.dtype == dtype:
             self._read(part, target)
             return
@@ -200,7 +120,7 @@ class _Reader(threading.Thread):
             event.record(torch.cuda.current_stream(target.device))
 
     def _read(self, part: Part, into: torch.Tensor) -> None:
-        file, at = part.stored.file, part.stored.start + part.first * part.stored.dtype.itemsize
+        file, at = part.stored.file, part.stored.start + part.first * _width(part.stored)
         if file not in self._files:
             self._files[file] = os.open(file, os.O_RDONLY)
         view = memoryview(into.view(torch.uint8).numpy().data)
