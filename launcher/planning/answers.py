@@ -119,6 +119,14 @@ def _allowed(key: str, raw: str) -> str | None:
     return example(key) if fit is None else grammar.shell(f"{key}={grammar.as_typed(fit)}")
 
 
+def instead(key: str, value: Any) -> str:
+    """What to type where no value near `value` fits `key`."""
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    if key in _WHOLE_NAMES and re.fullmatch(r"[\^=]*[\w.:-]+(,[\w.:-]+)*", text):  # NCCL's grammar says more than ours
+        return spelled(f"env.set.{_WHOLE_NAMES[key]}", text, {})
+    return example(key)
+
+
 def as_expression(names: str) -> str:
     """A list of module names, as peft takes it, as one regular expression over module names."""
     if names in ("all-linear", "all_linear"):

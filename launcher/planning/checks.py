@@ -312,6 +312,9 @@ def repaired(key: str, value: Any) -> Any:
         typed = value if isinstance(value, list) else [value]
         near = (keys.nearest(str(name).lower(), RULES[key].values) for name in typed)
         return list(dict.fromkeys(name for name in near if name)) or None
+    if kind == list[str] and isinstance(value, str) and key == "nccl.hca":  # as NCCL_IB_HCA has it
+        names = [name.strip() for name in value.removeprefix("=").split(",")]
+        return names if _are_devices(names) else None
     if kind == list[str] and isinstance(value, str):
         parts = shlex.split(value) if _is_script_line(value) else []
         return parts if parts and rule_problem(key, parts) is None else None

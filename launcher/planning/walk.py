@@ -89,7 +89,7 @@ class Walk:
         else:
             fit = checks.repaired(key, value) if problem else None
         if problem:
-            tries = answers.example(key) if fit is None else grammar.shell(f"{key}={grammar.as_typed(fit)}")
+            tries = answers.instead(key, value) if fit is None else grammar.shell(f"{key}={grammar.as_typed(fit)}")
             as_read = answers.shown(value) if source is None or not source.plain else source.text
             word = self.line.words[key][-1] if key in self.line.words else f"{key}={as_read}"
             self._refuse(key, f"{word}: {problem}", (tries,))
