@@ -302,6 +302,30 @@ def test_main_memory_counts_too() -> None:
         plan(*words, gpus=gpus(1), ram_bytes=needed - 1)
 
 
+@pytest.mark.parametrize(
+    ("words", "ranks", "gib", "tried"),
+    [
+        ((*EIGHT, "precision=fp32"), 4, 64, ["zero=stage3", "gpus=1"]),
+        ((*EIGHT, "precision=fp32"), 4, 20, []),
+        ((*EIGHT, "memory.vision_cache_gib=40"), 4, 32, ["memory.vision_cache_gib=4.25"]),
+        ((*EIGHT, "memory.vision_cache_gib=40"), 4, 64, ["memory.vision_cache_gib=11.5", "gpus=1"]),
+        ((*EIGHT,), 1, 20, ["checkpoint.export=false"]),
+        ((*EIGHT,), 4, 20, []),
+        ((*FULL, "zero=stage2_offload"), 4, 120, ["zero=auto"]),
+    ],
+)
+def test_what_is_typed_against_too_little_main_memory_fits(
+    words: tuple[str, ...], ranks: int, gib: int, tried: list[str]
+) -> None:
+    with pytest.raises(ConfigError, match="GiB of main memory are needed") as caught:
+        plan(*words, gpus=gpus(ranks), ram_bytes=gib * GIB)
+    tries = [line.split()[0] for line in caught.value.problems[0].tries if "=" in line.split()[0]]
+    assert len(tries) == len(tried) and all(map(str.startswith, tries, tried)), tries
+    for line in tries:
+        others = (word for word in words if word.split("=")[0] != line.split("=")[0])
+        plan(*others, line, gpus=gpus(ranks), ram_bytes=gib * GIB)
+
+
 def test_ranks_of_a_host_share_the_pages_of_mapped_weights() -> None:
     """8B on four GPUs of 24 GB in a machine with 64 GiB; float32 is converted, by each rank for itself."""
     made = plan(*EIGHT, gpus=gpus(4, "NVIDIA GeForce RTX 4090", 24, (8, 9)), ram_bytes=64 * GIB)

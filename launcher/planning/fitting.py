@@ -261,11 +261,11 @@ def of_host(needed: Mapping[str, int], device: str) -> Mapping[str, int]:
 
 
 def host_problems(
-    ram: Mapping[str, int], hosts: Sequence[Host], needed: Mapping[str, int], *, config: RunConfig, stage: int
+    ram: Mapping[str, int], hosts: Sequence[Host], needed: Mapping[str, int], ask: Ask
 ) -> dict[str, Problem]:
     """Host -> what is wrong with its main memory; `ram`: bytes of the hosts whose size is known.
 
-    `needed`: MemoryEstimate.host, for a host with the most ranks; only such are judged. `stage`: the one chosen.
+    `needed`: MemoryEstimate.host, for a host with the most ranks; only such are judged.
     """
     need, most = sum(needed.values()), max(host.slots for host in hosts)
     found = {}
@@ -276,23 +276,40 @@ def host_problems(
             needs = f"{_gib(need)} GiB of main memory are needed for {most} rank{'s' if most > 1 else ''} of a host"
             text = f"{needs}, {_gib(needed[part])} GiB of it for {part}, and {host.name} has {_gib(size)} GiB"
             left = size - size // 10 - (need - needed[part])  # a tenth for the host's own
-            tries = tuple(_host_tries(part, config, ranks=most, stage=stage, left=left))
-            found[host.name] = Problem(text, "", (*tries, "hosts with more memory"))
+            changes = _host_changes(part, ask, left=left)
+            tries = tuple(words for words, changed in changes if _held_by_host(changed, size))
+            more = "more hosts: each keeps its part of the states" if part.startswith("offloaded") else ""
+            found[host.name] = Problem(text, "", (*tries, *filter(None, [more]), "hosts with more memory"))
     return found
 
 
-def _host_tries(part: str, config: RunConfig, *, ranks: int, stage: int, left: int) -> Iterator[str]:
-    """What to type against the largest part of a host's main memory; `left`: bytes that the others leave it."""
+def _held_by_host(ask: Ask, size: int) -> bool:
+    """Whether a host of `size` bytes holds a run that fits its GPUs too."""
+    one = _chosen(ask)
+    fits = one is not None and (one.fits or ask.device == "cpu")
+    return one is not None and fits and sum(of_host(one.memory.host, ask.device).values()) <= size
+
+
+def _host_changes(part: str, ask: Ask, *, left: int) -> Iterator[tuple[str, Ask]]:
+    """What may be typed against the largest part of a host's main memory, and the run with it; `left`: bytes that the
+    others leave it."""
+    config, ranks = ask.config, max(ask.slots)
+
+    def with_(**parts: Any) -> Ask:
+        return replace(ask, config=replace(config, **parts))
+
     if part == FEATURES:
         slabs = max(0, left // ranks * 4 // GIB)  # the cache takes a quarter of a GiB at a time
-        yield f"memory.vision_cache_gib={slabs / 4:g}"
+        yield f"memory.vision_cache_gib={slabs / 4:g}", with_(memory=replace(config.memory, vision_cache_gib=slabs / 4))
     if part == "export":
-        yield "checkpoint.export=false   (`python -m launcher export RUN` makes it elsewhere)"
-    if part == "loading" and stage < 3 and config.tune.name != "qlora":
-        yield "zero=stage3   (one rank alone reads the weights)"
+        text = "checkpoint.export=false   (`python -m launcher export RUN` makes it elsewhere)"
+        yield text, with_(checkpoint=replace(config.checkpoint, export=False))
+    if part == "loading":
+        zero = replace(config.zero, name="stage3", file="stage3.json", config=None)
+        yield "zero=stage3   (one rank alone reads the weights)", replace(with_(zero=zero), own=None)
     if "offload" in config.zero.name:
-        yield "zero=auto   (offloads only what must be)"
-    if part.startswith("offloaded"):
-        yield "more hosts: each keeps its part of the states"
-    elif ranks > 1 and part != "export":
-        yield f"gpus={max(1, ranks // 2)}   (fewer ranks a host)"
+        zero = replace(config.zero, name=AUTO, config=None)
+        yield "zero=auto   (offloads only what must be)", replace(with_(zero=zero), own=None)
+    for fewer in sorted({max(1, ranks // 2), 1} - {ranks}, reverse=True):
+        changed = replace(ask, slots=(fewer,) * len(ask.slots)) if ask.device == "cuda" else _ranks(ask, fewer)
+        yield f"gpus={fewer}   (fewer ranks a host)", changed

@@ -135,9 +135,8 @@ def _decide(config: RunConfig, facts: Facts, problems: _Problems) -> _Decided | 
     too_small, tight = shortfall(ask, decision.chosen)
     ram = facts.ram_bytes if placement.transport == "local" and not placement.assumed else None
     if ram is not None:
-        here, stage = {placement.hosts[0].name: ram}, decision.chosen.setting.stage
         needed = of_host(decision.chosen.memory.host, placement.device)
-        too_small += host_problems(here, placement.hosts, needed, config=config, stage=stage).values()
+        too_small += host_problems({placement.hosts[0].name: ram}, placement.hosts, needed, ask).values()
     problems.found.extend(too_small)
     if declared is None or env is None:
         return None

@@ -66,11 +66,10 @@ def refit(
     known = [(capability, one) for _, one in rooms if (capability := _capability(plan, one)) is not None]
     # What the oldest cannot compute in, no rank can: ranks decide by it too.
     capability, oldest = min(known, key=lambda pair: pair[0]) if known else (None, gpu)
+    ask = _ask(plan, room, files, own)
     if plan.gpu_kind is not None and plan.memory_capacity == room.whole and capability == plan.capability:
-        return Refitted(plan=plan, problems=_of_hosts(plan, ram))  # all is as it was planned for
-    ask = replace(
-        _ask(plan, room, files, own), gpu_kind=gpu.name, capability=capability, measured=measured_on(gpu.name, measured)
-    )
+        return Refitted(plan=plan, problems=_of_hosts(plan, ram, ask))  # all is as it was planned for
+    ask = replace(ask, gpu_kind=gpu.name, capability=capability, measured=measured_on(gpu.name, measured))
     refused: tuple[Problem, ...] = ()
     if capability is not None and capability != plan.capability:
         numerics = choose_numerics(plan.config, _placement(plan, oldest, capability), ask.shape.family)
@@ -111,7 +110,7 @@ def refit(
     held = gpu.used_bytes > 0 and _room(plan, replace(gpu, used_bytes=0)).usable >= chosen.memory.total
     told = tuple((gpu.host, _in_use(problem, gpu) if held else problem, not held) for problem in problems)
     return Refitted(
-        plan=fitted, problems=(*early, *told, *_of_hosts(fitted, ram)), notes=tuple(_notes(plan, fitted, room))
+        plan=fitted, problems=(*early, *told, *_of_hosts(fitted, ram, ask)), notes=tuple(_notes(plan, fitted, room))
     )
 
 
@@ -155,7 +154,7 @@ def _on_cpus(plan: RunPlan, ram: Mapping[str, int], files: Mapping[str, TextFile
     ask = _ask(plan, room_of(share, headroom=headroom, device="cpu", kind=None, which=f"a rank of {host}"), files, own)
     problems, warnings = shortfall(ask, choose(ask).chosen)
     seen = replace(plan, memory_capacity=share, warnings=(*plan.warnings, *warnings))
-    return Refitted(plan=seen, problems=(*((host, problem, True) for problem in problems), *_of_hosts(plan, ram)))
+    return Refitted(plan=seen, problems=(*((host, problem, True) for problem in problems), *_of_hosts(plan, ram, ask)))
 
 
 def _ask(plan: RunPlan, room: Room, files: Mapping[str, TextFile], own: TextFile | None) -> Ask:
@@ -189,12 +188,9 @@ def _in_use(problem: Problem, gpu: SeenGpu) -> Problem:
     )
 
 
-def _of_hosts(plan: RunPlan, ram: Mapping[str, int]) -> tuple[tuple[str, Problem, bool], ...]:
+def _of_hosts(plan: RunPlan, ram: Mapping[str, int], ask: Ask) -> tuple[tuple[str, Problem, bool], ...]:
     needed = of_host(plan.host_memory, plan.device)
-    if not needed:
-        return ()
-    stage = plan.deepspeed["zero_optimization"]["stage"]
-    found = host_problems(ram, plan.hosts, needed, config=plan.config, stage=stage)
+    found = host_problems(ram, plan.hosts, needed, ask) if needed else {}
     return tuple((host, problem, True) for host, problem in found.items())
 
 
