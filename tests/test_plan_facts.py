@@ -118,6 +118,17 @@ def test_a_folder_without_an_adapter_is_told_before_a_run_starts(here: Path) -> 
     assert gather_facts(compose(*words)).problems == ()
 
 
+def test_a_file_of_nearly_that_name_is_proposed(here: Path) -> None:
+    (here / "train rows.jsonl").write_text("{}")
+    for name, tried in (
+        ("trainrows.jsonl", "'dataset.train=\"{}/train rows.jsonl\"'"),
+        ("other.txt", "dataset.train=FILE"),
+    ):
+        config = compose("model=tiny", "dataset=jsonl", f"dataset.train={name}")
+        (problem,) = gather_facts(config).problems
+        assert problem.tries == (tried.format(here),)
+
+
 def test_missing_weight_files_are_named(here: Path) -> None:
     folder = here / "model"
     folder.mkdir()

@@ -254,6 +254,9 @@ _FLASH = "flash_attention_2"
 
 # Values that change their name with the key; also option names that people type for ours.
 VALUES: dict[str, dict[str, str]] = {
+    "dataset": dict.fromkeys(
+        ("swift", "ms_swift", "json", "parquet", "csv", "arrow", "hf", "huggingface", "custom", "file", "auto"), "jsonl"
+    ),
     "zero": {
         **{str(n): f"stage{n}" for n in range(4)},
         **{f"zero{n}": f"stage{n}" for n in range(4)},

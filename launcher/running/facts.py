@@ -5,6 +5,7 @@ What cannot be read becomes a problem in the result, so that a plan reports it w
 
 from __future__ import annotations
 
+import difflib
 import errno
 import ipaddress
 import json
@@ -22,6 +23,7 @@ from launcher.attention_needs import missing
 from launcher.errors import ConfigError, Problem
 from launcher.hubs import hf_cache, local_folder
 from launcher.measured import read_speeds
+from launcher.planning import grammar
 from launcher.planning.fabric import Fabric
 from launcher.planning.facts import Facts, LocalGpu, Resume, TextFile
 from launcher.prepared import read_summary
@@ -129,8 +131,15 @@ class _Gatherer:
         except UnicodeDecodeError as error:
             self._problem(f"{self._named(key, name)}: byte {error.start} is not UTF-8", "save the file as UTF-8")
         except OSError as error:
-            self._problem(f"{self._named(key, name)}: {_reason(error)}", f"{key}=FILE")
+            self._problem(f"{self._named(key, name)}: {_reason(error)}", self._near(key, name))
         return None
+
+    def _near(self, key: str, name: str | Path) -> str:
+        """KEY=FILE with a file beside, of nearly that name, where there is one."""
+        path = Path(name)
+        beside = [one for one in _listed(self.cwd / path.parent) if os.path.isfile(self.cwd / path.parent / one)]
+        near = difflib.get_close_matches(path.name, set(beside) - {path.name}, n=1, cutoff=0.8)
+        return grammar.shell(f"{key}={grammar.as_typed(str(path.with_name(near[0])))}") if near else f"{key}=FILE"
 
     def _zero_file(self) -> TextFile | None:
         zero = self.config.zero
@@ -166,7 +175,7 @@ class _Gatherer:
                 if os.path.isfile(self.cwd / name):
                     open(self.cwd / name, "rb").close()
             except OSError as error:
-                self._problem(f"{self._named(key, name)}: {_reason(error)}", f"{key}=FILE")
+                self._problem(f"{self._named(key, name)}: {_reason(error)}", self._near(key, name))
                 return None
         elif local_folder(name, data.source, "datasets") is None:
             return None  # fetched before ranks start

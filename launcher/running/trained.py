@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import os
 import subprocess
 import sys
 import tempfile
@@ -419,7 +420,8 @@ def start(verb: str, plan: RunPlan, *words: str) -> int:
         file = Path(folder) / "plan.json"
         file.write_text(plan_to_json(plan), encoding="utf-8")
         command = [sys.executable, "-m", "launcher.training", verb, "--plan", str(file), *words]
-        code = subprocess.run(command, check=False).returncode
+        env = {**os.environ, "DS_ACCELERATOR": plan.device}  # or DeepSpeed looks for one, and warns
+        code = subprocess.run(command, env=env, check=False).returncode
     if code < 0:
         raise MachineError(Problem(f"the process was killed by signal {-code}: too little memory, perhaps"))
     return code

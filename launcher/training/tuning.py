@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,11 @@ def apply_tuning(model: Any, tune: TuneConfig, family: Family, dtype: torch.dtyp
         options: dict[str, Any] = {
             name: getattr(tune, name) for name in ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
         }
-        model = get_peft_model(model, LoraConfig(target_modules=adapted, **options), autocast_adapter_dtype=False)
+        settings = LoraConfig(target_modules=adapted, **options)
+        with warnings.catch_warnings():
+            # peft asks for it by a name that transformers will drop: nothing that a user could change.
+            warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")
+            model = get_peft_model(model, settings, autocast_adapter_dtype=False)
     for name, parameter in model.named_parameters():
         adapter = ".lora_" in name
         part = family.part_of(name.removeprefix(PEFT_PREFIX))

@@ -11,9 +11,9 @@ a group costs is its tokens, so a count of words would not compare.
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -115,6 +115,15 @@ def _page(seed: int, number: int) -> Image.Image:
     return Image.fromarray(coarse).resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC)
 
 
-if __name__ == "__main__":
-    for name, file in write_workloads(Path(sys.argv[1]), *map(int, sys.argv[2:])).items():
+def main() -> None:
+    """Write what the command line asks for, and name the files."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("rows", type=int, nargs="?", default=ROWS)
+    options = parser.parse_args()
+    for name, file in write_workloads(options.folder, options.rows).items():
         print(name, file)
+
+
+if __name__ == "__main__":
+    main()
