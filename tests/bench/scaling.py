@@ -51,13 +51,14 @@ class Bench:
     folder: Path
     small: bool
     data: dict[str, Path]  # name of a workload -> its rows
+    attention: str = "auto"
 
     def words(self, work: Work, gpus: int, zero: str, *, machine: bool = True) -> list[str]:
         """The command line on this machine, or on one that is invented."""
         where = (
             [f"gpus={gpus}"] if machine else [f"cluster.hostfile={self._hosts(gpus)}", f"cluster.gpu={PLANNED_KIND}"]
         )
-        return [*work.words(gpus, zero, self.data[work.data]), *where]
+        return [*work.words(gpus, zero, self.data[work.data]), f"attention={self.attention}", *where]
 
     def _hosts(self, gpus: int) -> Path:
         file = self.folder / f"hosts-{gpus}"
@@ -248,7 +249,8 @@ def _bench(options: argparse.Namespace, works: list[Work], most: int) -> Bench:
     """Writes the rows: two steps' for all GPUs."""
     folder = options.folder.resolve()
     rows = 2 * most * max(work.rows for work in works)
-    return Bench(folder=folder, small=options.small, data=write_workloads(folder / "data", rows))
+    data = write_workloads(folder / "data", rows)
+    return Bench(folder=folder, small=options.small, data=data, attention=options.attention)
 
 
 def _gpus_here() -> int:
@@ -269,6 +271,7 @@ def _options() -> argparse.Namespace:
         verb.add_argument("--gpus", default=COUNTS, help="numbers with commas; more than there are is left out")
         verb.add_argument("--works", default=",".join(WORKS), help=f"of {', '.join(WORKS)}, the most wanted first")
         verb.add_argument("--rows", type=int, help="a GPU and optimizer step; default: each work's own")
+        verb.add_argument("--attention", default="auto", help="a kernel for all, which must be installed")
         verb.add_argument("--small", action="store_true", help="the tiny model on the CPU")
         verb.add_argument("--deadline", type=float, default=DEADLINE_S, help="seconds for each number of GPUs")
     shown = verbs.add_parser("table")
