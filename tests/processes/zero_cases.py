@@ -94,6 +94,7 @@ PRESET_CASES: dict[str, tuple[dict[str, Any], int]] = {
     "stage2_offload": ({"preset": "stage2_offload"}, 300),
     "stage2_offload, lora": ({"preset": "stage2_offload", "tune": LORA}, 300),
     "stage3_offload": ({"preset": "stage3_offload"}, 300),
+    "stage3_offload, lora": ({"preset": "stage3_offload", "tune": LORA}, 300),
     "stage2_bf16_states": ({"preset": "stage2_bf16_states", "bf16": True}, 300),
     "stage3_bf16_states": ({"preset": "stage3_bf16_states", "bf16": True}, 300),
 }
