@@ -134,6 +134,7 @@ def test_other_versions_other_code_and_missing_data_are_named(hosts: Cluster) ->
 
 
 def test_folder_of_runs_that_is_not_shared(hosts: Cluster) -> None:
+    """C07: what is written on one host is looked for on the others."""
     done = check(hosts, "run.root=/srv/private/runs")
     assert done.returncode == 0, done.stderr
     assert [cells[-4:-2] for cells in rows(done)] == [["its", "own"], ["its", "own"]]

@@ -183,10 +183,12 @@ def test_groups_of_parameters_resume_anywhere(two, three):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_resume_on_another_number_of_ranks(two, three, stage):
+    """C05: more or fewer ranks go on with the same numbers."""
     assert three[f"stage{stage}-3-ranks"] == pytest.approx(two[f"stage{stage}-fp32"]["expected"], rel=0, abs=1e-6)
 
 
 def test_a_failed_write_reaches_every_rank_and_harms_nothing(two):
+    """C04."""
     result = two["write_error"]
     (first, is_machine, text), (second, _, other_text) = result["errors"]
     assert (first, is_machine) == ("MachineError", True)

@@ -51,6 +51,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(("line", "text"), wrong_lines(), ids=[line for line, _ in wrong_lines()])
 def test_wrong_line_is_answered_whole(line: str, text: str) -> None:
+    """Y10 (all that must be given), Y11 (unset variables), Y22 (types), Y23 (cut off), Y24 (zero/stage) and more."""
     given = answer(line)
     if UPDATE:
         _accept(line, given)
@@ -65,6 +66,7 @@ def _accept(line: str, text: str) -> None:
 
 # Text that Hydra's grammar refuses or reads otherwise, but that can mean one thing only where text belongs.
 LITERAL = {
+    "resume": ["ckpt/epoch=3-step=100", "ckpt/中文"],
     "run.name": [
         "run(1)",
         "café",
@@ -89,6 +91,7 @@ LITERAL = {
 
 @pytest.mark.parametrize(("key", "raw"), [(key, raw) for key, values in LITERAL.items() for raw in values])
 def test_text_needs_no_quotes_where_its_meaning_is_clear(key: str, raw: str) -> None:
+    """Y01 Y03 Y04 Y06."""
     line = read_command_line([f"{key}={raw}"])
     assert (line.problems, line.values) == ([], {key: raw})
 
@@ -166,6 +169,7 @@ def test_a_file_names_its_data_set_and_a_folder_its_model() -> None:
 
 
 def test_paths_are_relative_to_where_the_user_stands(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Y18, and Y01 in a path."""
     monkeypatch.setenv("HOME", str(elsewhere / "home"))
     words = "model.path=m dataset.train=../t.jsonl cluster.hostfile=~/hosts cluster.python=python3"
     config = read_config([*words.split(), "resume=r/epoch=3-step=100"]).config
@@ -178,10 +182,40 @@ def test_paths_are_relative_to_where_the_user_stands(elsewhere: Path, monkeypatc
 
 
 def test_interpolations_are_resolved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Y11."""
     monkeypatch.setenv("WHO", "me")
     config = read_config(["run.name=${oc.env:WHO}-${train.seed}", "eval.every_steps=${checkpoint.every_steps}"]).config
     assert config.run.name == "me-42"
     assert config.eval.every_steps == config.checkpoint.every_steps
+
+
+def test_variables_of_this_shell_are_read_as_if_they_were_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Y11."""
+    words = []
+    for key, text in (
+        ("train.seed", "5"),
+        ("optim.lr", "1e-5"),
+        ("optim.betas", "[0.9,0.95]"),
+        ("gpus", "2"),
+        ("train.deterministic", "true"),
+        ("notify.command", "[tell,010]"),
+        ("run.name", "010"),
+    ):
+        monkeypatch.setenv(f"MY_{len(words)}", text)
+        words.append(f"{key}=${{oc.env:MY_{len(words)}}}")
+    config = read_config(words).config
+    assert (config.train.seed, config.optim.lr, config.optim.betas) == (5, 1e-5, [0.9, 0.95])
+    assert (config.gpus, config.train.deterministic, config.notify.command) == (2, True, ["tell", "010"])
+    assert config.run.name == "010"
+
+
+@pytest.mark.parametrize("key", [key for key in keys.PATHS if keys.is_text(key)] + ["cluster.include", "run.name"])
+def test_no_text_is_never_this_folder_nor_a_filter_that_is_off(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Y11: a variable that is set and empty."""
+    monkeypatch.setenv("EMPTY", "")
+    for typed in ("${oc.env:EMPTY}", "${oc.env:NO_SUCH_VARIABLE,''}", '""'):
+        with pytest.raises(ConfigError, match=rf"{key}=.*: must not be empty"):
+            read_config(["model=tiny", f"{key}={typed}"])
 
 
 def test_a_file_is_read_again_when_it_has_changed(elsewhere: Path) -> None:
@@ -204,11 +238,14 @@ def with_files(*words: str) -> Composed:
 
 
 def test_text_of_a_yaml_file_stays_text() -> None:
+    """Y12."""
     config = with_files("experiment=scalars").config
     assert (config.run.name, config.task.instruction) == ("12:30:45", "no")
     assert (config.cluster.gpu, config.cluster.include) == ("010", "yes")
-    assert (config.optim.lr, config.train.seed) == (1e-5, 10)
-    expected = {"NCCL_DEBUG": "OFF", "NCCL_IB_TIMEOUT": "022", "NCCL_IB_GID_INDEX": "3", "QUOTED": "yes"}
+    assert (config.optim.lr, config.train.seed, config.logging.project) == (1e-5, 10, "10")
+    assert config.cluster.pdsh_args == ["-f", "64", "no", "010", "x", "10"]
+    assert config.notify.command == ["12:30:45", "10"]
+    expected = {"NCCL_DEBUG": "OFF", "NCCL_IB_TIMEOUT": "022", "NCCL_IB_GID_INDEX": "3", "QUOTED": "yes", "SEED": "10"}
     assert config.env.set == expected
 
 
@@ -220,6 +257,7 @@ def test_options_of_a_folder_work_like_shipped_ones(elsewhere: Path) -> None:
 
 
 def test_every_problem_of_a_file_is_named_with_its_line() -> None:
+    """Y11 Y12 Y22."""
     with pytest.raises(ConfigError) as caught:
         with_files("experiment=misread", "train.seed=x")
     text = str(caught.value).replace(str(CASES), "CASES")
@@ -338,7 +376,7 @@ def test_every_default_passes_its_own_check(key: str) -> None:
 
 
 def test_tries_can_be_typed() -> None:
-    """Each KEY=VALUE that an answer offers is itself understood: it is read, and allowed."""
+    """Y07: each KEY=VALUE that an answer offers, as a shell reads it, is itself understood: it is read, and allowed."""
     offered = {line.split("try  ", 1)[1] for _, text in wrong_lines() for line in text.splitlines() if "try  " in line}
     typed = [
         line

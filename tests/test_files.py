@@ -420,6 +420,7 @@ def test_a_host_that_is_gone_is_said(cluster: Cluster, private: Path) -> None:
 
 
 def test_a_checkpoint_goes_to_hosts_that_lack_it(cluster: Cluster, private: Path, tmp_path: Path) -> None:
+    """C07: each host has the whole of it, though they share no disk."""
     made = make_checkpoint(tmp_path / "run", 4, 1, size=10_000_000)
     checkpoint = private / "w" / "run" / "checkpoints" / made.name
     n1, n2, _ = cluster.hosts

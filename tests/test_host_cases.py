@@ -327,7 +327,7 @@ FORWARDED = {
 
 
 def test_words_and_variables_are_the_same_on_one_host_and_on_two(hosts: Cluster, tmp_path: Path) -> None:
-    """T01 T03 T04 T06 T21: every byte arrives, nothing is run by a shell, and secrets are in no file."""
+    """T01 T03 T04 T06 T21 X03: every byte arrives, nothing is run by a shell, and secrets are in no file."""
     lines = [
         (CASES / "env_files" / case["file"], case["want"])
         for case in json.loads((ENV_FILES / "expected.json").read_text())

@@ -94,6 +94,9 @@ def test_bad_hostfiles_name_file_line_and_reason(name: str) -> None:
         ("n1: slots=2", "n1 slots=2"),
         ("n1 slots=two", "n1 slots=8"),
         ("n1 slots=1 slot=2", "n1 slots=8"),
+        ("n1 slots = 4", "n1 slots=4"),
+        ("n1 slots:4", "n1 slots=4"),
+        ("n1:4", "n1 slots=4"),
         ("= slots=2", "worker-1 slots=8"),
     ],
 )
@@ -158,6 +161,10 @@ def test_weights_of_gpus() -> None:
         ("node[1-2] slots=8 addr=10.0.0.1", "names one machine"),
         ("-oProxyCommand=id slots=1", "the host name comes first"),
         ("-v slots=1", "neither a host name nor an address"),
+        ("a..b slots=1", "neither a host name nor an address"),
+        ("0.0.0.0 slots=1", "address of no one machine"),
+        (":: slots=1", "address of no one machine"),
+        ("a slots=1 addr=224.0.0.1", "address of no one machine"),
         ("", "names no host"),
     ],
 )
@@ -178,12 +185,13 @@ def words(pattern: str) -> st.SearchStrategy[str]:
     return st.from_regex(pattern, fullmatch=True)
 
 
-NAMES = words(r"[a-z]{1,6}-?[0-9]{1,2}(\.[a-z]{1,3})?") | st.ip_addresses(v=6).map(str)
+ADDRESSES = st.ip_addresses().filter(lambda one: not (one.is_unspecified or one.is_multicast)).map(str)
+NAMES = words(r"[a-z]{1,6}-?[0-9]{1,2}(\.[a-z]{1,3})?") | ADDRESSES.filter(lambda one: ":" in one)
 HOST = st.builds(
     Host,
     name=NAMES,
     gpus=st.sets(st.integers(0, 9), min_size=1).map(lambda s: tuple(sorted(s))),
-    address=st.none() | st.ip_addresses().map(str),
+    address=st.none() | ADDRESSES.filter(lambda one: one != "255.255.255.255"),
     port=st.none() | st.integers(1, 65535),
     user=st.none() | words(r"[a-z][a-z0-9]{0,4}"),
     iface=st.none() | words(r"[a-z]{2,4}[0-9]"),
@@ -322,6 +330,24 @@ def test_more_bad_filters(spec: str) -> None:
     with pytest.raises(ConfigError) as caught:
         filter_hosts(POOL, spec, None)
     assert FILTER_ERRORS[spec] in caught.value.problems[0].text
+
+
+@pytest.mark.parametrize(
+    ("spec", "typed"),
+    [
+        ("WORKER-1", "worker-1"),
+        ("worker-[1-2]", "worker-1@worker-2"),
+        ("worker-*", "worker-1@worker-2"),
+        ("worker-1:0-2", "worker-1:0,1,2"),
+        ("worker-1:2-9", "worker-1:2,3"),
+    ],
+)
+def test_a_bad_filter_is_shown_as_it_should_be(spec: str, typed: str) -> None:
+    """F06."""
+    with pytest.raises(ConfigError) as caught:
+        filter_hosts(POOL, spec, None)
+    (tried,) = caught.value.problems[0].tries
+    assert tried in (f"cluster.include={typed}", f"'cluster.include=\"{typed}\"'")
 
 
 def test_filters_match_with_and_without_user_and_for_ipv6() -> None:

@@ -53,6 +53,10 @@ PICTURES: dict[str, tuple[Callable[[], Image], tuple[int, int, int]]] = {
     "palette": (lambda: encoded(transparent_palette(), "PNG", transparency=0), (255, 255, 255)),
     "grey and alpha": (lambda: encoded(Pillow.new("LA", (64, 48), (128, 0)), "PNG"), (255, 255, 255)),
     "one bit": (lambda: encoded(Pillow.new("1", (64, 48), 1), "PNG"), (255, 255, 255)),
+    "16-bit, one value transparent": (
+        lambda: encoded(Pillow.fromarray(np.full((48, 64), 5000, dtype="uint16")), "PNG", transparency=5000),
+        (255, 255, 255),
+    ),
     "16-bit grey": (lambda: encoded(ramp16(), "PNG"), (0, 0, 0)),
     "CMYK": (lambda: encoded(Pillow.new("CMYK", (64, 48), (0, 255, 255, 0)), "JPEG"), (255, 0, 0)),
     "animation": (
@@ -122,10 +126,12 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
         "cut_by_10_bytes.jpg": (whole[:-10], "image file is truncated"),
         "empty.jpg": (b"", "not an image that Pillow can read"),
         "html.jpg": (b"<html><body>404</body></html>", "not an image that Pillow can read"),
+        "whole_numbers.tif": (encoded(Pillow.new("I", (8, 8), 200_000), "TIFF").data, "pixels of 32 bits"),
+        "floats.tif": (encoded(Pillow.new("F", (8, 8), 0.5), "TIFF").data, "floating-point pixels"),
     }
     for name, (data, reason) in contents.items():
         path = tmp_path / name
-        path.write_bytes(data)
+        path.write_bytes(data or b"")
         with pytest.raises(ImageError, match=reason) as caught:
             check_image(Image(str(path)), decode=True)
         assert str(caught.value).startswith(f"{path}: ")

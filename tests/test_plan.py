@@ -56,6 +56,7 @@ PLANS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_golden_plans(name: str) -> None:
+    """X01."""
     words, facts = PLANS[name]
     text = describe(plan(*words, **facts)) + "\n"
     path = GOLDEN / f"{name}.txt"
@@ -179,6 +180,7 @@ def test_memory_decides_micro_batch_and_recomputation() -> None:
 
 
 def test_run_folder_names() -> None:
+    """Y16 Y17."""
     assert plan().run_dir == "/home/me/runs/20260102-030405-tiny-full-stage2"
     taken = ("20260102-030405-tiny-full-stage2", "20260102-030405-tiny-full-stage2-2")
     assert plan(taken=taken).run_dir.endswith("-tiny-full-stage2-3")

@@ -60,8 +60,9 @@ def test_env_lines() -> None:
     want = {"A": "a b", "B": '"x', "C": "$HOME `id` # kept", "D": "", "E": " spaced "}
     assert parse_env(TextFile(path="e", text=text)) == want
     with pytest.raises(ConfigError) as caught:
-        parse_env(TextFile(path="e", text="1A=x\nB=1\n=x\nC=\0\n"))
-    assert [p.where for p in caught.value.problems] == ["e:1", "e:3", "e:4"]
+        parse_env(TextFile(path="e", text="1A=x\nB=1\n=x\nC=\0\nexport B=2\n"))
+    assert [p.where for p in caught.value.problems] == ["e:1", "e:3", "e:4", "e:5"]
+    assert caught.value.problems[-1].text == "B stands in line 2 already"
 
 
 NAMES = st.from_regex(r"[A-Z_][A-Z0-9_]{0,5}", fullmatch=True)

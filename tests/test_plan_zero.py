@@ -328,3 +328,5 @@ def test_batch_arithmetic(case: dict[str, Any]) -> None:
     assert str(case["train_batch"]) in wrong
     if "nearest 96 or 128" in case["want"]:
         assert wrong.endswith("nearest: 96 or 128")
+    if "multi-GPU" in case["want"]:
+        assert wrong.endswith("and so would 2 ranks")

@@ -71,6 +71,7 @@ def source_files(*folders: str) -> list[Path]:
 
 @pytest.mark.parametrize("plane", sorted(FORBIDDEN))
 def test_a_plane_imports_nothing_that_is_forbidden_to_it(plane: str) -> None:
+    """Y19: ranks read the plan that was made, and cannot compose another: training has no Hydra."""
     files = source_files(plane)
     assert len(files) > 3  # the test looks at something
     wrong = {

@@ -41,6 +41,7 @@ def run(tmp_path) -> RunDir:
 
 
 def test_a_run_means_its_last_checkpoint(run):
+    """C02: what is whole says so itself, so that no file names the last one and can be wrong."""
     for where in (run.path, run.checkpoints, run.checkpoint(400)):
         folder, state = resolve_resume(where)
         assert folder == run.checkpoint(400)
@@ -62,6 +63,7 @@ DAMAGE = [
     (cut, "part-00001-of-00001.safetensors"),
     (flip, "part-00001-of-00001.safetensors"),
     (lambda file: file.write_bytes(b""), "part-00001-of-00001.safetensors"),
+    (Path.unlink, "part-00001-of-00001.safetensors"),
     (Path.unlink, "rng.json"),
     (cut, "state.json"),
     (lambda file: file.write_bytes(b"\0" * 50), "state.json"),
@@ -72,6 +74,7 @@ DAMAGE = [
 
 @pytest.mark.parametrize(("harm", "name"), DAMAGE)
 def test_a_damaged_checkpoint_is_passed_over_with_the_file_named(run, harm, name):
+    """C02 C03."""
     harm(run.checkpoint(400) / name)
     assert damages(run.checkpoint(400))
     folder, state = resolve_resume(run.path)
@@ -83,6 +86,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_file_named(run, harm, name
 
 @pytest.mark.parametrize(("harm", "name"), DAMAGE)
 def test_a_damaged_checkpoint_named_on_purpose_is_refused_and_the_previous_offered(run, harm, name):
+    """C03."""
     harm(run.checkpoint(400) / name)
     with pytest.raises(ConfigError) as caught:
         resolve_resume(run.checkpoint(400))
@@ -92,6 +96,7 @@ def test_a_damaged_checkpoint_named_on_purpose_is_refused_and_the_previous_offer
 
 
 def test_a_save_that_was_cut_short_is_passed_over(run):
+    """C04."""
     (run.checkpoint(600)).mkdir()  # renamed, but not marked
     (run.checkpoints / ".step-000800.tmp-x").mkdir()
     folder, state = resolve_resume(run.path)
@@ -102,6 +107,7 @@ def test_a_save_that_was_cut_short_is_passed_over(run):
 
 
 def test_resume_never_means_a_fresh_start(run, tmp_path):
+    """C01."""
     empty, file = tmp_path / "empty", tmp_path / "file"
     empty.mkdir()
     file.write_text("x")

@@ -123,6 +123,7 @@ def test_what_differs_masks_secrets() -> None:
 
 
 def test_every_job_has_a_configuration_of_its_own() -> None:
+    """X02, and D16 of the keys above a DeepSpeed file."""
     read = read_jobs(["-m", "zero=stage2,stage3", "env.set={A:1}", "env.set.B=x,y", "sweep.metric=loss"])
     configs = [read.composed[number].config for number in range(4)]
     assert [(config.zero.name, config.env.set) for config in configs] == [
@@ -219,6 +220,7 @@ def test_every_job_runs_whatever_became_of_the_others(capfd: pytest.CaptureFixtu
 
 
 def test_words_and_environment_of_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Y20, X02."""
     monkeypatch.setenv("MINE", "kept")
     code, data = sweep("train.seed=1,2", "env.set.HF_TOKEN=hf_abc", "sweep.metric=loss", "cluster.master_port=29517")
     assert (code, data["status"]) == (0, "done")
@@ -250,6 +252,7 @@ def test_exit_code_tells_who_must_act(words: list[str], code: int, expected: lis
 
 
 def test_two_sweeps_of_one_second_have_a_folder_each() -> None:
+    """Y16."""
     planned = plan_sweep(["-m", "train.seed=1"])
     with StopSignals() as stop:
         sweeps = [Sweep(planned, JOB, stop, sys.stdout) for _ in range(2)]
@@ -400,7 +403,7 @@ SMALL += ["eval.at_start=false", "eval.every_steps=null"]
 
 
 def test_real_jobs_follow_each_other_when_one_is_killed(tmp_path: Path) -> None:
-    """The launching process of the first dies while it trains; the second has its port, and nothing else of it."""
+    """Y25: the launching process of the first dies while it trains; the second has its port, and nothing else of it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -97,6 +97,7 @@ def _sections(value: dict[str, Any], path: str = "") -> Any:
 
 
 def test_d09_comments_and_commas_are_read_as_deepspeed_reads_them() -> None:
+    """D09."""
     text = (CASES / "peers" / "old_names.hjson").read_text()
     import hjson
 
@@ -375,12 +376,14 @@ def test_d16_jobs_of_a_sweep_do_not_see_each_other() -> None:
 
 
 def test_d14_a_file_that_is_not_there_is_named_with_its_whole_path(tmp_path: Path) -> None:
+    """D14."""
     config = compose(f"zero.config={tmp_path}/none.json")
     (problem,) = [p for p in gather_facts(config, tmp_path).problems if "zero.config" in p.text]
     assert problem.text == f"zero.config={tmp_path}/none.json: no such file"
 
 
 def test_d17_a_file_of_the_group_without_a_stage_is_a_problem_and_a_users_file_takes_the_groups() -> None:
+    """D17."""
     from launcher.planning.zero import Trained, finish_zero
 
     trained = Trained(parameters=1, largest_adapter=0)
@@ -500,3 +503,19 @@ def test_versions_that_are_fine(versions: dict[str, str], run: dict[str, Any]) -
 def test_every_bad_version_is_tried() -> None:
     assert len(BAD) == len(known_bad.TABLE)
     assert all(any(text in row.text for _, _, text, _ in BAD) and row.source for row in known_bad.TABLE)
+
+
+@pytest.mark.parametrize(
+    ("user", "typed"),
+    [
+        ({"fp16": {"enabled": "False"}}, '"enabled": false'),
+        ({"zero_optimization": {"stage": 2, "contiguous_gradients": 0}}, '"contiguous_gradients": false'),
+        ({"wall_clock_breakdown": "yes"}, '"wall_clock_breakdown": true'),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "CPU"}}}, '"device": "cpu"'),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "NVMe"}}}, '"device": "nvme"'),
+    ],
+)
+def test_a_wrong_value_is_answered_with_what_it_means(user: dict[str, Any], typed: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        finish("stage2", user)
+    assert caught.value.problems[0].tries == (typed,)

@@ -165,6 +165,8 @@ def _suggestion(name: str, raw: str, options: Options) -> tuple[str, tuple[str, 
     """A remark and lines to try for a key, flag or group that does not exist."""
     dotted = name.replace("/", ".")
     known = habits.meant(dotted, raw) or habits.meant(dotted.rsplit(".", 1)[-1], raw)
+    if not known:
+        dotted = keys.spelled(dotted) or dotted
     if dotted in options or keys.kind_of(dotted) is not None:
         return "", (spelled(dotted, raw, options),)
     inside = dotted.split(".")[0] in options and "." in dotted

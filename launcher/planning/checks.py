@@ -283,12 +283,42 @@ def type_problem(key: str, value: Any) -> str | None:
     return None if isinstance(value, dict) else "a mapping {name: value} is expected"
 
 
+def _numbers(value: Any) -> list[float] | None:
+    """The numbers that 0,1 or 0-3 names, or a list of such texts; None when it has others.
+
+    Example:
+        >>> _numbers("0,2-4")
+        [0, 2, 3, 4]
+    """
+    texts = [
+        text.strip(" []") for one in (value if isinstance(value, list) else [value]) for text in str(one).split(",")
+    ]
+    found: list[float] = []
+    for text in texts:
+        span = re.fullmatch(r"([0-9]{1,4})-([0-9]{1,4})", text)
+        if span:
+            found += range(int(span[1]), int(span[2]) + 1)
+        elif re.fullmatch(r"[0-9]*\.?[0-9]+(e-?[0-9]{1,2})?", text):
+            number = float(text)
+            found.append(int(number) if number.is_integer() else number)
+        else:
+            return None
+    return found
+
+
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
+def _may_be_empty(key: str) -> bool:
+    """Whether no text is a text for `key`; as a path it would be the current folder, as a filter no filter."""
+    return not keys.is_text(key) or key.startswith(("env.set.", "task."))
+
+
 def rule_problem(key: str, value: Any) -> str | None:
     """What `value` of the right type must be, None when it is."""
+    if isinstance(value, str) and not value.strip() and not _may_be_empty(key):
+        return "must not be empty (an unset variable?)"
     rule = RULES.get(key)
     return None if value is None or rule is None or rule.holds(value) else f"must be {rule.words}"
 
@@ -296,6 +326,12 @@ def rule_problem(key: str, value: Any) -> str | None:
 def repaired(key: str, value: Any) -> Any:
     """A value near `value` that fits `key`, None when there is no obvious one."""
     kind = keys.base(keys.kind_of(key))
+    if key == "gpus" or (typing.get_origin(kind) is list and kind != list[str]):
+        numbers: Any = _numbers(value)
+        if key == "gpus" and numbers and len(numbers) == 1 and not isinstance(value, list):
+            numbers = numbers[0]  # a count
+        fits = numbers is not None and type_problem(key, numbers) is None and rule_problem(key, numbers) is None
+        return numbers if fits else None
     if kind is bool:
         words = {"yes": True, "on": True, "1": True, "no": False, "off": False, "0": False}
         return words.get(str(value).lower())
@@ -309,14 +345,13 @@ def repaired(key: str, value: Any) -> Any:
         fits = type_problem(key, number) is None and rule_problem(key, number) is None
         return number if fits else None
     if typing.get_origin(kind) is list and key in RULES and RULES[key].values:
-        typed = value if isinstance(value, list) else [value]
+        typed = value if isinstance(value, list) else str(value).split(",")
         near = (keys.nearest(str(name).lower(), RULES[key].values) for name in typed)
         return list(dict.fromkeys(name for name in near if name)) or None
-    if kind == list[str] and isinstance(value, str) and key == "nccl.hca":  # as NCCL_IB_HCA has it
-        names = [name.strip() for name in value.removeprefix("=").split(",")]
-        return names if _are_devices(names) else None
     if kind == list[str] and isinstance(value, str):
-        parts = shlex.split(value) if _is_script_line(value) else []
+        value = value.removeprefix("=") if key == "nccl.hca" else value  # as NCCL_IB_HCA has it
+        parts = [part.strip() for part in value.split(",")] if "," in value else []
+        parts = parts or (shlex.split(value) if _is_script_line(value) else [])
         return parts if parts and rule_problem(key, parts) is None else None
     if key in RULES and isinstance(value, str):
         known = habits.VALUES.get(key, {}).get(value.lower())

@@ -123,6 +123,7 @@ def _as_line(value: str) -> str:
 def _from_file(file: TextFile | None, problems: list[Problem]) -> Iterator[tuple[str, str, str]]:
     """(FILE:LINE, name, value) of each line that can be read; the others are added to `problems`."""
     text = "" if file is None else file.text.removeprefix("\ufeff")
+    lines: dict[str, int] = {}  # of each name
     for number, line in enumerate(re.split(r"\r\n|\n", text), start=1):
         if file is None or not line.strip() or line.lstrip().startswith("#"):
             continue
@@ -136,6 +137,8 @@ def _from_file(file: TextFile | None, problems: list[Problem]) -> Iterator[tuple
             problems.append(Problem(f"{name!r} is no name of a variable", where, ("NAME=VALUE",)))
         elif "\0" in value:
             problems.append(Problem("a value cannot hold a NUL character", where, ("NAME=VALUE",)))
+        elif lines.setdefault(name, number) != number:
+            problems.append(Problem(f"{name} stands in line {lines[name]} already", where, ("remove one of them",)))
         else:
             quoted = len(value) >= 2 and value[0] == value[-1] and value[0] in "'\""
             yield where, name, value[1:-1] if quoted else value

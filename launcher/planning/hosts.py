@@ -81,7 +81,8 @@ def _problem(where: str, number: int, line: str, why: str, *tries: str) -> Probl
 
 def _corrected(line: str) -> str:
     """The line with each misspelt field as it is spelled, else a whole one with its host, as far as it has one."""
-    target, *words = line.partition("#")[0].split() or [""]
+    line = re.sub(r"(\s[a-z]+)\s*[:=]\s*(?=[0-9])", r"\1=", line.partition("#")[0])  # slots = 4, slots:4
+    target, *words = line.split() or [""]
     target = target.rstrip(":,")
     if not all(_NAME.fullmatch(part) for part in target.split("@")):
         return FORM
@@ -123,6 +124,9 @@ def _parse_line(line: str) -> list[Host]:
     user = user or fields.get("user")
     if user is not None and not _USER.fullmatch(user):
         raise _Bad(f"user {user} is no user name")
+    counted = re.fullmatch(r"([^:\[\]]+):([0-9]+)", name)
+    if counted and not {"slots", "gpus"} & fields.keys():  # as mpirun has it
+        raise _Bad(f"{name} has no slots=N", f"{counted[1]} slots={counted[2]}")
     names = _expand(name)
     if len(names) > 1 and "addr" in fields:
         raise _Bad(f"addr= names one machine, and {name} names {len(names)}", "one line for each host")
@@ -180,11 +184,14 @@ def _expand(name: str) -> list[str]:
 
 def _check_name(name: str) -> str:
     if _is_address(name):
+        address = ipaddress.ip_address(name)
+        if address.is_unspecified or address.is_multicast or name == "255.255.255.255":
+            raise _Bad(f"{name} is the address of no one machine")
         return name
     if re.fullmatch(r"[^:]+:[0-9]+", name):
         host, _, port = name.partition(":")
         raise _Bad(f"{name} is no host name; the ssh port has its own field", f"{host} slots=8 port={port}")
-    if not _NAME.fullmatch(name):
+    if not _NAME.fullmatch(name) or ".." in name:
         raise _Bad(f"{name} is neither a host name nor an address")
     return name
 

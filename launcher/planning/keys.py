@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -141,6 +142,13 @@ def option_file(folders: Sequence[Path], group: str, option: str) -> Path | None
     """The file that Hydra takes for an option: that of the first folder that has one."""
     files = (folder / group / f"{option}.yaml" for folder in folders)
     return next((path for path in files if path.is_file()), None)
+
+
+def spelled(word: str) -> str | None:
+    """The key whose letters `word` has, in any case and with anything between them; None when there is none."""
+    letters = re.sub(r"[^a-z0-9]", "", word.lower())
+    every = (key for key in kinds() if not names_option(key))
+    return next((key for key in every if re.sub(r"[^a-z0-9]", "", key) == letters), None)
 
 
 def nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -213,10 +213,12 @@ def _none(key: str) -> Problem:
 
 def _unfinished(key: str, raw: str, parsed: grammar.Parsed) -> Problem | None:
     """A value that looks cut off: it ends in a backslash or a comma, or its quote is not closed."""
+    left = raw.rstrip("\\, ")
+    whole = _without_sweep(key, left) if left else answers.example(key)
     if raw.endswith("\\"):
-        return Problem(f"{key}={raw} ends in a backslash", tries=(grammar.shell(f"{key}={raw.rstrip(chr(92))}"),))
+        return Problem(f"{key}={raw} ends in a backslash", tries=(whole,))
     if raw.endswith(",") and not parsed.readable:
-        return Problem(f"{key}={raw} ends in a comma", tries=(_without_sweep(key, raw.rstrip(", ")),))
+        return Problem(f"{key}={raw} ends in a comma", tries=(whole,))
     if raw[:1] in ("'", '"') and not parsed.readable and keys.is_text(key):
         tries = (grammar.shell(f"{key}={grammar.in_quotes(raw[1:])}"),)
         return Problem(f"{key}={raw}: the quote is not closed", tries=tries)
@@ -232,6 +234,8 @@ def _refused_sweep(key: str, raw: str, parsed: grammar.Parsed) -> Problem:
         if key == "tune.target_modules":
             text = f"{key}={raw}: one regular expression over module names is expected"
             return Problem(text, tries=(_without_sweep(key, raw),))
+        if _are_hosts(key, raw):
+            return Problem(f"{key}={raw}: hosts are separated by @", tries=(_without_sweep(key, raw),))
         why = "text with a comma" if "," in raw else "text that looks like a sweep"
         sweep = (_as_sweep(key, raw),) if parsed.sweep and key not in SLOT_LISTS else ()
         return Problem(f"{key}={raw}: {why} is typed in quotes", tries=(_without_sweep(key, raw), *sweep))
@@ -246,6 +250,11 @@ def _refused_sweep(key: str, raw: str, parsed: grammar.Parsed) -> Problem:
     return Problem(f"{key}={raw}: {_ONE_VALUE}", tries=(one, *sweep))
 
 
+def _are_hosts(key: str, raw: str) -> bool:
+    """Whether `raw` is a list of hosts without slots, with commas for @."""
+    return key in SLOT_LISTS and ":" not in raw and grammar.top_level_commas(raw)
+
+
 def _as_sweep(key: str, raw: str) -> str:
     return f"python -m launcher -m {grammar.shell(f'{key}={raw}')}"
 
@@ -255,6 +264,8 @@ def _without_sweep(key: str, raw: str) -> str:
     parsed, commas = grammar.parse(raw), grammar.top_level_commas(raw)
     if key == "tune.target_modules":
         raw = answers.as_expression(raw)
+    elif _are_hosts(key, raw):
+        raw = re.sub(r" *, *", "@", raw)
     elif keys.is_text(key) and (commas or parsed.sweep is not None or _is_collection(parsed, raw)):
         raw = grammar.in_quotes(raw)
     elif commas and answers.takes_list(key):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import re
 from collections.abc import Sequence
 from typing import Any
 
 from launcher.errors import ConfigError, Problem
+from launcher.planning.ranges import expand_name
 from launcher.spec import Host
 
 SHOWN = 8  # of long lists of hosts
@@ -129,15 +131,28 @@ def _read_token(token: str, pool: dict[str, Host]) -> tuple[Host, set[int]]:
         if token != token.strip() or not token:
             raise _Bad(f"no blanks and no empty names round @: {token!r}", "@".join(list(pool)[:2]))
         unknown = token if token.count(":") != 1 else token.partition(":")[0]
-        near = difflib.get_close_matches(unknown, pool, n=1) or list(pool)[:2]
-        raise _Bad(f"no host {unknown}; known are {names(list(pool.values()))}", "@".join(near))
+        raise _Bad(f"no host {unknown}; known are {names(list(pool.values()))}", "@".join(_meant(unknown, list(pool))))
     host = pool[name]
     if not re.fullmatch(r"[0-9]+(,[0-9]+)*", slots):
-        raise _Bad(f"slots of {name} are numbers with commas, not {slots!r}", f"{name}:{_join(host.gpus[:2])}")
+        span = re.fullmatch(r"([0-9]{1,4})-([0-9]{1,4})", slots)
+        inside = [gpu for gpu in host.gpus if span and int(span[1]) <= gpu <= int(span[2])]
+        tried = f"{name}:{_join(inside or host.gpus[:2])}"
+        raise _Bad(f"slots of {name} are numbers with commas, not {slots!r}", tried)
     numbers = {int(slot) for slot in slots.split(",")}
     for slot in sorted(numbers - set(host.gpus)):
         raise _Bad(f"slot {slot} of {name}, which has {_slots(host)}", f"{name}:{_join(host.gpus)}")
     return host, numbers
+
+
+def _meant(unknown: str, pool: Sequence[str]) -> list[str]:
+    """Hosts that a name which is none of theirs stands for, at best."""
+    of_lower = {name.lower(): name for name in pool}
+    try:
+        listed = [of_lower[name] for name in expand_name(unknown.lower()) if name in of_lower]
+    except ValueError:
+        listed = []
+    listed = listed or [of_lower[name] for name in fnmatch.filter(of_lower, unknown.lower())]
+    return listed or difflib.get_close_matches(unknown, pool, n=1) or list(pool[:2])
 
 
 def _slots(host: Host) -> str:

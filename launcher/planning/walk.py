@@ -79,10 +79,14 @@ class Walk:
     def _checked(self, key: str, value: Any) -> Any:
         typed = key in self.line.values
         source = None if typed else self.sources.get(key)
+        if source is not None and "${" in source.text:  # what was written is not the value
+            source = dataclasses.replace(source, plain=False)
         if key.startswith("env.set.") and type(value) in (int, float):
             value = source.text if source and source.plain else str(value)
         if source is not None and source.plain and not isinstance(value, str | None):
             value = self._as_written(key, value, source)
+        if not typed and keys.is_texts(key) and isinstance(value, list):
+            value = [self._item(f"{key}.{number}", item) for number, item in enumerate(value)]
         problem = checks.type_problem(key, value) or checks.rule_problem(key, value)
         if value == "None" and source is not None and source.plain:
             problem, fit = "did you mean null?", None
@@ -110,8 +114,17 @@ class Walk:
             self._refuse(key, f"{key}: YAML reads {written} as {value}", tries)
         return value
 
+    def _item(self, place: str, item: Any) -> Any:
+        """One of a list of texts: its text in the file where YAML reads it otherwise."""
+        source = self.sources.get(place)
+        if source is None or isinstance(item, str | None):
+            return item
+        if "${" in source.text:
+            return str(item) if type(item) in (int, float) else item
+        return source.text if source.plain else item
+
     def _resolved(self, key: str, plain: Any) -> Any:
-        """The value with its ${...} replaced."""
+        """The value with its ${...} replaced; a variable's text is read as if it were typed, a number as text."""
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
@@ -119,11 +132,18 @@ class Walk:
             return plain
         try:
             value = OmegaConf.select(self.composed, key)
-            return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            if OmegaConf.is_config(value):
+                return OmegaConf.to_container(value, resolve=True)
         except OmegaConfBaseException as error:
             text = next(text for text in _texts(plain) if "${" in text)
             self._refuse(key, f"{key}={text}: {_why_unresolved(error)}", _tries_for_interpolation(key, text))
             return plain
+        if keys.is_text(key):
+            return str(value) if type(value) in (int, float) else value
+        if not isinstance(value, str):
+            return value
+        read = grammar.parse_texts(value) if keys.is_texts(key) else grammar.parse(value).value
+        return value if read is None else read
 
     def _missing(self, key: str) -> None:
         group = key.split(".")[0]

@@ -23,7 +23,10 @@ def dump(data: Any) -> str:
 
 @lru_cache(maxsize=256)  # jobs of a sweep are made of the same files
 def leaves(text: str) -> MappingProxyType[tuple[str, ...], tuple[int, str, bool]]:
-    """Path of keys -> (line from 1, text as written, whether it is without quotes) of each value that is no mapping."""
+    """Path of keys -> (line from 1, text as written, whether it is without quotes) of each value that is no mapping.
+
+    Those inside a list have their number, from 0, as the last name of the path.
+    """
     found: dict[tuple[str, ...], tuple[int, str, bool]] = {}
 
     def walk(node: Any, path: tuple[str, ...]) -> None:
@@ -34,6 +37,8 @@ def leaves(text: str) -> MappingProxyType[tuple[str, ...], tuple[int, str, bool]
             found[path] = (node.start_mark.line + 1, node.value, node.style is None)
         elif node is not None:
             found[path] = (node.start_mark.line + 1, "", False)
+            for number, item in enumerate(node.value):
+                walk(item, (*path, str(number)))
 
     walk(yaml.compose(text, Loader=yaml.SafeLoader), ())
     return MappingProxyType(found)

@@ -37,7 +37,7 @@ from launcher.planning.zero_keys import (
     UNUSED_KEYS,
     ZERO_KEYS,
 )
-from launcher.planning.zero_kinds import COUNT, KINDS, NAMED, PATH, SCALE, SECTION, TEXT, ZERO, Kind
+from launcher.planning.zero_kinds import COUNT, KINDS, NAMED, PATH, SCALE, SECTION, SWITCH, TEXT, ZERO, Kind
 from launcher.planning.zero_old import asks_nothing, modernised
 from launcher.spec import RunConfig
 
@@ -165,7 +165,11 @@ class Linter:
 
     def _wrong_kind(self, path: str, value: Any, kind: Kind) -> None:
         text = f"{path} is {json.dumps(value)}, but must be {kind.text}"
-        self.problem(path, text, f'"{path.rpartition(".")[2]}": {kind.example}')
+        lower = str(value).lower()
+        meant = "false" if kind is SWITCH and lower in ("false", "no", "off", "0") else kind.example
+        if kind.fits(lower):
+            meant = json.dumps(lower)
+        self.problem(path, text, f'"{path.rpartition(".")[2]}": {meant}')
 
     def _check_batch(self, raw: dict[str, Any]) -> None:
         numbers = [raw.get(key) if raw.get(key) != "auto" else None for key in BATCH_KEYS]
@@ -334,7 +338,7 @@ def batch_error(train: int | None, micro: int | None, accum: int | None, *, worl
 
     Example:
         >>> batch_error(8, 2, 2, world=1)
-        'train_batch_size 8 is not 2 x 2 x 1 rank = 4; gradient_accumulation_steps 4 would fit'
+        'train_batch_size 8 is not 2 x 2 x 1 rank = 4; gradient_accumulation_steps 4 would fit, and so would 2 ranks'
     """
     if train is None:
         return None  # any micro-batch and accumulation multiply to something
@@ -347,6 +351,8 @@ def batch_error(train: int | None, micro: int | None, accum: int | None, *, worl
         fitting = (
             f"nearest: {_nearest(train, micro * world)}" if rest else f"gradient_accumulation_steps {steps} would fit"
         )
+        if world == 1 and train % (micro * accum) == 0:
+            fitting += f", and so would {train // (micro * accum)} ranks"
         return f"train_batch_size {train} is not {product}; {fitting}"
     unit = (micro or accum or 1) * world
     if train % unit:

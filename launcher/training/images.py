@@ -178,8 +178,13 @@ def _from_16_bit(picture: PIL.Image.Image) -> PIL.Image.Image:
     """16-bit grey as 8-bit RGB: 65535 becomes 255. Pillow's own conversion would clip all above 255 to white."""
     import numpy as np
 
-    values = np.clip(np.asarray(picture).astype(np.int64), 0, 65535) // 257
-    return PIL.Image.fromarray(values.astype(np.uint8)).convert("RGB")
+    values = np.asarray(picture).astype(np.int64)
+    if values.min() < 0 or values.max() > 65535:
+        raise ValueError("pixels of 32 bits have no stated range; save it with 8 or 16 bits")
+    grey = (values // 257).astype(np.uint8)
+    if "transparency" in picture.info:  # the one value that is
+        grey[values == picture.info["transparency"]] = BACKGROUND[0]
+    return PIL.Image.fromarray(grey).convert("RGB")
 
 
 def _explained(image: Image, error: Exception) -> ImageError:

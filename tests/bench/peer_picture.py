@@ -20,6 +20,7 @@ from tests.bench.peer_drawing import drawn
 from tests.bench.peer_runs import Outcome
 from tests.bench.peer_table import LIMIT_TFLOPS, least, parity
 from tests.bench.speed_runs import LOADS
+from tests.bench.steady import steady
 
 REPO = Path(__file__).resolve().parents[2]
 FILE = Path(__file__).with_name("against_peer_h200.jsonl")
@@ -142,7 +143,7 @@ def block(found: Sequence[Pair], words: Words) -> str:
     picture = PICTURE.relative_to(REPO).as_posix()
     lines = [words.heads, ("---",) * len(words.heads), *(_cells(pair, words) for pair in found)]
     rows = "/".join(sorted({str(pair.ours.groups) for pair in found}))
-    steps = min(len(outcome.step_s[outcome.steady]) for pair in found for outcome in (pair.peer, pair.ours))
+    steps = min(len(steady(outcome.step_s)) for pair in found for outcome in (pair.peer, pair.ours))
     note = words.note.format(rows=rows, steps=steps, limit=LIMIT_TFLOPS)
     set_here = dict.fromkeys(word for pair in found for word in pair.ours.setting.split())
     note += words.ours.format(", ".join(f"`{word}`" for word in set_here)) if set_here else ""

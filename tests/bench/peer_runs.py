@@ -10,18 +10,17 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from launcher.rundir import RunDir
 from tests.bench.peer import ON_CPU, ON_GPU, Setting, arguments, environment, read_log, sums
+from tests.bench.steady import steady
 
 REPO = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("peer_worker.py")
 PATIENCE_S = 15  # with a run that is asked to end
-WARM_UP = 4  # steps that are not counted, at most a third of all
 QUIET = {
     **{"checkpoint.every_steps": "null", "checkpoint.at_end": "false", "checkpoint.keep_best": "false"},
     **{"checkpoint.export": "false", "eval.every_steps": "null", "logging.monitor_every_s": "null"},
@@ -91,20 +90,15 @@ class Outcome:
     whole_s: float = 0.0
     note: str = ""
 
-    @cached_property
-    def steady(self) -> slice:
-        """Steps that count."""
-        return slice(min(WARM_UP, len(self.step_s) // 3), None)
-
     @property
     def seconds(self) -> float | None:
         """Of a group."""
-        return median(self.step_s[self.steady]) / self.groups if len(self.step_s) > 2 else None
+        return median(steady(self.step_s)) / self.groups if len(self.step_s) > 2 else None
 
     @property
     def wait_share(self) -> float | None:
         """Of the steps' time."""
-        return sum(self.waited_s[self.steady]) / sum(self.step_s[self.steady]) if self.waited_s else None
+        return sum(steady(self.waited_s)) / sum(steady(self.step_s)) if self.waited_s else None
 
 
 @dataclass(frozen=True, kw_only=True)

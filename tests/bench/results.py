@@ -17,6 +17,7 @@ from typing import Any
 
 from launcher.estimates import CONTEXT
 from launcher.rundir import RunDir
+from tests.bench.steady import steady
 
 GIB = 2**30
 WARM_UP = 5  # steps that are not counted, at most a third of all
@@ -73,17 +74,17 @@ def read_result(name: str, gpus: int, run: RunDir, begun: float, ended: float) -
 
 
 def _read_steps(result: Result, lines: list[dict[str, Any]], begun: float) -> None:
-    steady = lines[min(WARM_UP, len(lines) // 3) :]
+    counted = steady(lines, WARM_UP)
     result.steps = len(lines)
     result.loss_first, result.loss_last = lines[0]["loss"], lines[-1]["loss"]
     result.first_step_s = lines[0]["time"] - begun
-    result.step_s = median(line["step_s"] for line in steady)
-    result.queries_s = median(line["queries_per_s"] for line in steady)
-    result.tokens_s = median(line["tokens_per_s"] for line in steady)
+    result.step_s = median(line["step_s"] for line in counted)
+    result.queries_s = median(line["queries_per_s"] for line in counted)
+    result.tokens_s = median(line["tokens_per_s"] for line in counted)
     result.s_group = 1 / result.queries_s
-    if all("data_wait_s" in line for line in steady):
-        result.wait_share = sum(line["data_wait_s"] for line in steady) / sum(line["step_s"] for line in steady)
-        result.micro_steps = mean(line["micro_steps"] for line in steady)
+    if all("data_wait_s" in line for line in counted):
+        result.wait_share = sum(line["data_wait_s"] for line in counted) / sum(line["step_s"] for line in counted)
+        result.micro_steps = mean(line["micro_steps"] for line in counted)
     result.allocated_gib = _largest(line.get("memory_gib") for line in lines)
     result.reserved_gib = _largest(line.get("memory_reserved_gib") for line in lines)
 

@@ -21,8 +21,8 @@ from launcher.reporting.numbers import data_wait_share, peak_gib
 from launcher.reporting.reality import planned_at_tokens_gib
 from launcher.reporting.record import Record, number, part_of
 from tests.bench.scaling_works import Work
+from tests.bench.steady import steady
 
-WARM_UP = 4  # steps that are not counted, at most a third of all
 LEAST = 3  # steps, or the first one would count, in which kernels are compiled
 FORETOLD, LINKS = "foretold", "all-gather"
 RATES = {"groups": "queries_per_s", "tokens": "tokens_per_s"}
@@ -58,11 +58,6 @@ class Outcome:
     def seconds(self) -> float | None:
         """Of a step."""
         return median(steady(self.step_s)) if len(self.step_s) >= LEAST else None
-
-
-def steady(steps: Sequence[Any]) -> Sequence[Any]:
-    """Those that count."""
-    return steps[min(WARM_UP, len(steps) // 3) :]
 
 
 def bare(work: Work, gpus: int, status: str, note: str) -> Outcome:
