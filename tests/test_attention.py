@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from launcher import attention_needs
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, TrainingError
 from launcher.running.probe import locate
 from launcher.training import attention, attention_flash4, attention_packages, attention_ways
 from launcher.training.attention import KERNELS, Layout, choose_kernel, make_layout, packed_attention, padded_attention
@@ -204,6 +204,11 @@ def test_a_flash_attn_4_of_another_kind_is_not_called(
     assert attention_flash4.unusable() == reason
     assert (tmp_path / "launcher" / "flash-attn-4").is_dir()  # where its kernels are kept
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    if reason is None:  # what goes wrong in it says what to type
+        q = torch.zeros(2, 1, 32)
+        call = make_layout([(0, 2)], [(0, 0)], padded=False).own
+        with pytest.raises(TrainingError, match=r"AttributeError: [^$]*try  attention=cudnn"):
+            attention_flash4.FlashAttn4().forward(q, q, q, call, 1.0, True)
     chosen, why = attention._fastest((9, 0))
     assert (chosen == "flash_attention_4") == (reason is None) and (reason is None or reason in why)
 

@@ -9,11 +9,15 @@ import fcntl
 import inspect
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from launcher.errors import Problem, TrainingError
 from launcher.training.attention_calls import Call
 from launcher.training.attention_flash import TorchFlash
 from launcher.training.attention_ways import Three
@@ -46,7 +50,8 @@ class FlashAttn4:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
         """Of Part; the log-sum-exp lies as [n, T]."""
         how = {"softmax_scale": scale, "causal": causal, "return_lse": True}
-        out, lse = self.interface.flash_attn_varlen_func(q, k, v, **_bounds(call), **how)
+        with _told():
+            out, lse = self.interface.flash_attn_varlen_func(q, k, v, **_bounds(call), **how)
         return out, lse.t()
 
     def backward(
@@ -56,8 +61,22 @@ class FlashAttn4:
         if grad.shape[-1] % 32:  # towers that train: its gradients of such heads are wrong (4.0.0b36)
             return self.other.backward(grad, tensors, out, lse, call, scale, causal)
         how = {"softmax_scale": scale, "causal": causal}
-        found = self.interface._flash_attn_bwd(*tensors, out, grad, lse.t().contiguous(), **how, **_bounds(call))
+        with _told():
+            found = self.interface._flash_attn_bwd(*tensors, out, grad, lse.t().contiguous(), **how, **_bounds(call))
         return found[:3]  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What its compiler stumbles over, with what to type; errors of the GPU are told elsewhere."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError):
+            raise
+        text = f"flash-attn 4 cannot compute attention here: {type(error).__name__}: {str(error).strip()}"
+        tries = ("attention=cudnn", "attention=varlen")
+        raise TrainingError(Problem(text, tries=tries), title="with attention") from error
 
 
 def _bounds(call: Call) -> dict[str, Any]:
