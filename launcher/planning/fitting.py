@@ -286,8 +286,9 @@ def host_problems(
 def _held_by_host(ask: Ask, size: int) -> bool:
     """Whether a host of `size` bytes holds a run that fits its GPUs too."""
     one = _chosen(ask)
-    fits = one is not None and (one.fits or ask.device == "cpu")
-    return one is not None and fits and sum(of_host(one.memory.host, ask.device).values()) <= size
+    if one is None or not (one.fits or ask.device == "cpu"):
+        return False
+    return sum(of_host(one.memory.host, ask.device).values()) <= size
 
 
 def _host_changes(part: str, ask: Ask, *, left: int) -> Iterator[tuple[str, Ask]]:

@@ -79,9 +79,7 @@ def cudnn_ragged() -> Part:
 @functools.cache
 def flash_attn_4() -> Part:
     """The flash-attn-4 package's kernel over variable lengths."""
-    from launcher.training.attention_flash4 import FlashAttn4
-
-    return FlashAttn4()
+    return attention_flash4.FlashAttn4()
 
 
 KERNELS: dict[str, Callable[..., torch.Tensor]] = {
