@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher import __version__
 from launcher.errors import ConfigError, ExitCode, LauncherError, MachineError, Problem
-from launcher.streams import silence, take_any_text
+from launcher.streams import fitted, silence, take_any_text
 
 if TYPE_CHECKING:
     from launcher.planning.config import Composed
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _refuse(error: LauncherError) -> int:
     """Print an error that a person may see; its exit code, whether or not somebody reads."""
     try:
-        print(error.render(), file=sys.stderr, flush=True)
+        print(fitted(error.render(), sys.stderr), file=sys.stderr, flush=True)
     except OSError:
         silence(sys.stderr)
     return int(error.exit_code)
@@ -116,38 +116,25 @@ def _split_verb(words: list[str]) -> tuple[str, list[str]]:
     if not words or words[0].startswith("-") or "=" in words[0]:
         return "run", words
     if words[0] in _VERBS:
-        return words[0], _without_foreign_verb(words[1:]) if words[0] in ("plan", "run") else words[1:]
-    flags = next((i for i, word in enumerate(words) if word.startswith("--")), None)
-    if flags is not None and _is_foreign_verb(words[0]):
-        return "run", _without_foreign_verb(words)  # `swift sft --lora_rank 8`: each flag is answered
+        return words[0], words[1:]
+
+    from launcher.planning import foreign
+
+    if foreign.split(words).verb:
+        return "run", words  # `swift sft --lora_rank 8`: each flag is answered
     _refuse_verb(words[0])
     return "run", words  # a misplaced word, answered with the other problems
 
 
-def _without_foreign_verb(words: list[str]) -> list[str]:
-    """The flags of `swift sft --lora_rank 8`, each to be answered, without the words before them."""
-    flags = next((i for i, word in enumerate(words) if word.startswith("--")), None)
-    return words[flags:] if flags and _is_foreign_verb(words[0]) else words
-
-
-def _is_foreign_verb(word: str) -> bool:
-    from launcher.planning import habits
-
-    return habits.VERBS.get(_plain(word)) == "run"
-
-
-def _plain(word: str) -> str:
-    return word.lower().replace("-", "").replace("_", "")
-
-
 def _refuse_verb(word: str) -> None:
     """Raise ConfigError when `word` was meant as a verb."""
-    from launcher.planning import habits, keys
+    from launcher.planning import foreign, habits, keys
 
-    near = keys.nearest(_plain(word), [*_VERBS, *habits.VERBS], cutoff=0.7)
+    near = keys.nearest(foreign.plain(word), [*_VERBS, *habits.VERBS], cutoff=0.7)
     if near and (word not in keys.groups() or word in habits.VERBS):
         ours = habits.VERBS.get(near, near)
-        raise ConfigError(Problem(f"there is no verb {word}", tries=(f"python -m launcher {ours} ...",)))
+        more = "" if ours.startswith("--") else " ..."
+        raise ConfigError(Problem(f"there is no verb {word}", tries=(f"python -m launcher {ours}{more}",)))
 
 
 def _plan(words: Sequence[str], *, trains: bool = True) -> tuple[Composed, RunPlan]:

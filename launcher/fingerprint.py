@@ -60,7 +60,7 @@ def misfits(saved: dict[str, Any], now: dict[str, Any], checkpoint: str) -> list
             tries=("the checkpoint's own model",) if key == "model.arch" else (f"{key}={_text(saved.get(key))}",),
         )
         for key in now
-        if now[key] != saved.get(key)
+        if now[key] != saved.get(key) and not (key == "model.arch" and now["model"] != saved.get("model"))
     ]
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import os
 import sys
+import textwrap
 from typing import IO, Any
+
+NARROWEST = 40  # columns; below that words are broken anyway
 
 
 def silence(stream: Any) -> None:
@@ -30,6 +33,27 @@ def printable(text: str, keep: str = "\n") -> str:
         red\\x1b[2J\\udcff
     """
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
+def fitted(text: str, stream: Any) -> str:
+    """The text with its long lines broken between words where a terminal would break words; else as it is.
+
+    Lines to type (`try`) stay whole, to be copied.
+    """
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
+    except (OSError, ValueError):
+        columns = 0
+    return "\n".join(_folded(line, columns) for line in text.split("\n")) if columns >= NARROWEST else text
+
+
+def _folded(line: str, columns: int) -> str:
+    if len(line) <= columns or line.lstrip().startswith("try  "):
+        return line
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    return textwrap.fill(
+        line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
+    )
 
 
 class SafeStream:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import pty
 import re
+import shlex
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,9 +19,12 @@ import pytest
 
 from launcher import __version__
 from launcher.__main__ import _VERBS, main
+from launcher.errors import ConfigError
 from launcher.planning import keys
+from launcher.planning.config import read_config
 from launcher.planning.help import VERBS
 from launcher.resources import conf_dir
+from launcher.streams import fitted
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 Captured = pytest.CaptureFixture[str]
@@ -85,6 +94,8 @@ def test_config_without_a_group_is_the_table_of_contents(capsys: Captured) -> No
         ("train model=tiny", "there is no verb train", "python -m launcher run ..."),
         ("pln", "there is no verb pln", "python -m launcher plan ..."),
         ("dry-run", "there is no verb dry-run", "python -m launcher plan ..."),
+        ("version", "there is no verb version", "python -m launcher --version"),
+        ("doctor", "there is no verb doctor", "python -m launcher check hosts ..."),
         ("xyzzy", "neither a verb nor KEY=VALUE", "python -m launcher help"),
         ("zero", "which one?", "zero=stage2"),
         ("config tunee", "there is no group tunee", "python -m launcher config tune"),
@@ -93,7 +104,7 @@ def test_config_without_a_group_is_the_table_of_contents(capsys: Captured) -> No
         ("config --config-dir nowhere tune", "no such folder", "--config-dir FOLDER"),
         ("check", "check what?", "python -m launcher check data ..."),
         ("resume", "resume which run?", "python -m launcher resume FOLDER"),
-        ("resume nowhere", "no run folder nowhere, here or in runs", "python -m launcher"),
+        ("resume nowhere", "no run folder nowhere, here or in runs", "the same command in the folder where the run"),
         ("check data -m train.seed=1,2", "-m starts a sweep", "python -m launcher -m KEY=VALUE,VALUE"),
         ("plan train.seed=1,2", "one run takes one value", "python -m launcher -m train.seed=1,2"),
         ("sweep zero=stage2,stage3", "there is no verb sweep", "python -m launcher -m ..."),
@@ -240,4 +251,48 @@ def test_a_mistake_of_ours_exits_1_with_its_traceback(monkeypatch: pytest.Monkey
 def test_a_whole_foreign_command_has_every_flag_answered(launch: Launch) -> None:
     done = launch("swift", "sft", "--lora_rank", "8", "--learning_rate", "5e-6")
     assert done.returncode == 2
-    assert "2 problems" in done.stderr and "try  tune.r=8" in done.stderr and "try  optim.lr=5e-6" in done.stderr
+    assert "3 problems" in done.stderr and "try  tune.r=8" in done.stderr and "try  optim.lr=5e-6" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "ours"),
+    [
+        (
+            "swift sft --model Qwen/Qwen3-VL-8B-Instruct --dataset a.jsonl b.jsonl --tuner_type lora --lora_rank 4 "
+            "--per_device_train_batch_size 2 --gradient_accumulation_steps 4 --padding_free true",
+            "task=sft model=qwen3_vl_8b dataset=jsonl 'dataset.train=[a.jsonl,b.jsonl]' tune=lora tune.r=4 "
+            "batch.global_size=8",
+        ),
+        (
+            "NPROC_PER_NODE=2 CUDA_VISIBLE_DEVICES=0,1 swift sft --model Qwen/Qwen3-VL-Reranker-8B "
+            "--dataset a.jsonl#2 --task_type generative_reranker --tuner_type lora --gradient_accumulation_steps 4 "
+            "--quant_bits 4 --per_device_train_batch_size 2",
+            "'gpus=[0,1]' model=qwen3_vl_reranker_8b dataset=jsonl dataset.train=a.jsonl dataset.max_rows=2 "
+            "task=rerank tune=qlora batch.global_size=16",
+        ),
+        (
+            "llamafactory-cli train --stage sft --model_name_or_path Qwen/Qwen3-VL-8B-Instruct",
+            "task=sft model=qwen3_vl_8b",
+        ),
+    ],
+)
+def test_a_whole_foreign_command_is_one_line_of_ours(typed: str, ours: str) -> None:
+    """What is offered is accepted."""
+    with pytest.raises(ConfigError) as caught:
+        read_config(typed.split())
+    assert caught.value.problems[0].tries == (f"python -m launcher plan {ours}",)
+    read_config([*shlex.split(ours), *(["dataset=digits"] if "dataset" not in ours else [])])
+
+
+def test_lines_are_broken_between_words_in_a_terminal_but_those_to_type() -> None:
+    """A pipe gets them whole."""
+    master, slave = pty.openpty()
+    with os.fdopen(master, "rb"), os.fdopen(slave, "w") as terminal:
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 50, 0, 0))
+        text = "  " + "a word of many " * 6 + "\n     try  " + "key=value " * 8
+        folded = fitted(text, terminal).splitlines()
+    assert folded[-1] == "     try  " + "key=value " * 8
+    assert [len(line) - len(line.lstrip()) for line in folded] == [2, 4, 5] and max(map(len, folded[:-1])) <= 50
+    assert " ".join(folded[:-1]).split() == ("a word of many " * 6).split()
+    with open(os.devnull, "w") as file:
+        assert fitted(text, file) == text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -123,6 +124,27 @@ def test_lengths_leave_out_what_the_data_check_left_out(
     ]
 
 
+@pytest.mark.parametrize(
+    ("row", "last", "tried"),
+    [
+        ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}', "", "task=sft"),
+        ('{"query": {"image": "gone.png"}, "positives": ["p"], "negatives": ["n"]}', "[]", "dataset.image_root=FOLDER"),
+    ],
+)
+def test_rows_that_are_wrong_alike_hide_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], row: str, last: str, tried: str
+) -> None:
+    """Nor that something else may be wrong than the rows."""
+    (tmp_path / "rows.jsonl").write_text("\n".join([*[row] * 30, last]))
+    plan: Any = Plan(tmp_path, train=str(tmp_path / "rows.jsonl"))
+    assert main(plan) == 2
+    err = capsys.readouterr().err
+    named = re.findall(r"rows.jsonl:(\d+)  id", err)
+    assert named == ["1", "2", "3", *(["31"] if last else [])]
+    assert "    and 27 more\n" in err
+    assert f"     try  {tried}   (" in err
+
+
 @pytest.mark.parametrize(("text", "message"), [("", "has no rows"), ('{"query": "q"}\n', "1 of 1 rows")])
 def test_nothing_usable_is_an_error_even_when_skipping(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
@@ -144,11 +166,13 @@ def test_a_part_without_a_row_is_named(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_many_bad_rows_are_counted_and_twenty_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "rows.jsonl").write_text("{}\n" * 500)
+    row = {"positives": ["p"], "negatives": ["n"]}
+    rows = (json.dumps({**row, "query": {"image": f"{n}.png"}}) for n in range(500))
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     plan: Any = Plan(tmp_path / "absent", train=str(tmp_path / "rows.jsonl"))
     assert main(plan) == 2
     err = capsys.readouterr().err
-    assert err.count("unknown format: its keys") == 20
+    assert err.count("image file missing: ") == 20
     assert "and 480 more" in err
 
 

@@ -188,7 +188,10 @@ def test_used_run_folders(here: Path) -> None:
     assert not gather_facts(compose(f"run.dir={here}/runs/mine")).run_dir_used
     (here / "runs" / "mine" / "plan.json").touch()
     facts = gather_facts(compose(f"run.dir={here}/runs/mine"))
-    assert facts.run_dir_used
+    assert facts.run_dir_used and not facts.run_dir_saved
+    (here / "runs/mine/checkpoints/step-000002").mkdir(parents=True)
+    (here / "runs/mine/checkpoints/step-000002/COMPLETE").touch()
+    assert gather_facts(compose(f"run.dir={here}/runs/mine")).run_dir_saved
     config = compose(f"run.root={here}/runs", "run.name=mine")
     with pytest.raises(ConfigError, match="exists and is not empty"):
         make_plan(config, gather_facts(config), now=NOW)

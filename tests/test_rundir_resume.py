@@ -162,6 +162,8 @@ def test_fingerprint_names_what_differs_and_what_to_type():
         "batch.global_size=16",
     ]
     assert problems[1].text == "tune.r=16, but the checkpoint was saved with tune.r=8"
+    renamed = fingerprint(config(model=ModelConfig(name="other", path="/a/base")), {"hidden_size": 16})
+    assert [p.tries[0] for p in misfits(saved, renamed, "C")] == ["model=tiny"]  # which has its own structure
 
 
 def test_frozen_parts_must_come_from_the_weights_that_were_trained_on(tmp_path):

@@ -148,6 +148,11 @@ def test_the_verbs_start_a_process_of_their_own(run: RunDir, launch: Any, tmp_pa
     assert done.returncode == 0, done.stderr
     assert "6 rows, 4 with an error" in done.stdout
     assert len((tmp_path / "rows.scores.jsonl").read_text().splitlines()) == 6
+    part = (f"dataset.train={run.path.parent / 'eval.jsonl'}", "dataset.eval_fraction=0.5")  # as a run may have it
+    words = ("evaluate", str(run.path), *part, "--device", "cpu", "-o", "held.json")
+    done = launch(*words, cwd=tmp_path, timeout_s=120)
+    assert done.returncode == 0, done.stderr
+    assert 0 < read_json(tmp_path / "held.json")["rows"] < 5 and "eval.jsonl" in done.stdout
 
 
 @pytest.mark.parametrize(

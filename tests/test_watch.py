@@ -118,6 +118,16 @@ def test_table_shows_the_score_that_decides(folder: Path, capsys: pytest.Capture
     assert capsys.readouterr().out.splitlines()[1].split() == ["first", "lost", "-", "-", "mrr@10", "0.5000"]
 
 
+def test_a_folder_of_runs_is_listed_and_nothing_else(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(folder.parent)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["first", "lost"]
+    assert main(["stop", str(folder.parent)]) == 2
+    assert (
+        f"a folder of runs; one is wanted\n     try  python -m launcher status {folder.parent}"
+        in capsys.readouterr().err
+    )
+
+
 def test_stop_never_guesses_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stop", "--root", str(folder.parent)]) == 2
     assert "python -m launcher stop RUN" in capsys.readouterr().err
@@ -125,7 +135,11 @@ def test_stop_never_guesses_the_run(folder: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("nothing", "no run folder nothing"), ("latest", "no run in"), (".", "no plan.json")],
+    [
+        ("nothing", "the same command in the folder where the run was started"),
+        ("latest", "no run in"),
+        (".", "no plan.json"),
+    ],
 )
 def test_wrong_folder_is_code_2(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, text: str

@@ -142,9 +142,28 @@ def usual(group: str, options: Options) -> str:
     return keys.default_options().get(group) or options[group][0]
 
 
+# ms-swift's name of a data set, or of rows of a file: HF::owner/name:subset#500
+_SWIFT_DATA = re.compile(r"((?P<hub>HF|MS)::)?(?P<name>[^:#\[\]]+)(:(?P<subset>[^:#]+))?(#(?P<rows>[0-9]+))?")
+_SOURCES = {"HF": "hf", "MS": "modelscope"}
+
+
+def swift_data(raw: str) -> str | None:
+    """What to type for a data set as ms-swift names it; None for a plain word."""
+    found = _SWIFT_DATA.fullmatch(raw)
+    if not found or not ("/" in raw or found["rows"]):
+        return None
+    words = ["dataset=jsonl", f"dataset.train={found['name']}"]
+    words += [f"dataset.source={_SOURCES[found['hub']]}"] if found["hub"] else []
+    words += [f"dataset.subset={found['subset']}"] if found["subset"] else []
+    words += [f"dataset.max_rows={found['rows']}"] if found["rows"] else []
+    return " ".join(map(grammar.shell, words))
+
+
 def file_key(group: str, raw: str) -> str | None:
     """The key that takes the file or folder `raw`, when an option of `group` was expected."""
     template = _FILES.get(group)
+    if group == "dataset" and (words := swift_data(raw)):
+        return words
     is_file = re.search(r"\.(jsonl?|txt)$", raw) or raw[:1] in ("/", "~", ".") or Path(raw).exists()
     if not (template and raw and is_file):
         return None
@@ -269,8 +288,9 @@ def _for_name(word: str, options: Options) -> Problem:
     if groups:
         return Problem(f"{word}: options are written GROUP=OPTION", tries=tuple(f"{group}={word}" for group in groups))
     if re.search(r"\.(jsonl?|csv|tsv|parquet)$", word):
-        files = grammar.shell(f"dataset.train=[a.jsonl,{word}]")
-        return Problem(f"{word}: several files are one list, after dataset=jsonl", tries=(files,))
+        one, several = grammar.shell(f"dataset.train={word}"), grammar.shell(f"dataset.train=[a.jsonl,{word}]")
+        text = f"{word}: a file of rows goes after dataset.train=, several as one list"
+        return Problem(text, tries=(f"dataset=jsonl {one}", several))
     if re.search(r"\.(ya?ml|py)$", word):
         ours = (
             "its keys can be typed here one by one" if word[-1] == "l" else "the launcher has its own training program"

@@ -8,6 +8,7 @@ from launcher.datafiles import sources_of
 from launcher.errors import Problem
 from launcher.families import LORA_PARTS, why_no_adapter
 from launcher.planning.facts import Facts
+from launcher.planning.lines import count
 from launcher.planning.secrets import is_secret
 from launcher.spec import METRICS_OF_TASK, MISSING, RunConfig, TuneConfig
 
@@ -97,8 +98,8 @@ def oddities(config: RunConfig, facts: Facts, world_size: int) -> Iterator[str]:
         )
     if facts.train_rows is not None and facts.train_rows < config.batch.global_size:
         yield (
-            f"dataset.train has {facts.train_rows} rows, fewer than batch.global_size={config.batch.global_size}: "
-            "every step trains on all of them"
+            f"dataset.train has {count(facts.train_rows, 'row')}, fewer than "
+            f"batch.global_size={config.batch.global_size}: every step trains on all of them"
         )
     if world_size > config.batch.global_size:
         yield (
@@ -248,4 +249,4 @@ def _run_folder(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     # Its own run may go on in it; nothing else may write there.
     if facts.resume is None or name.rstrip("/") != facts.resume.run_dir:
         text = f"{key}={config.run.dir or config.run.name}: {name} exists and is not empty; nothing is overwritten"
-        yield Problem(text, "", (f"resume={name}", f"{key}=ANOTHER"))
+        yield Problem(text, "", (*([f"resume={name}"] if facts.run_dir_saved else []), f"{key}=ANOTHER"))

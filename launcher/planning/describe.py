@@ -139,9 +139,8 @@ def _training(plan: RunPlan) -> list[str]:
     steps = "not known: the rows are not counted" if batch.total_steps is None else f"{batch.total_steps:,}"
     if batch.steps_per_epoch:
         steps += f", {batch.steps_per_epoch:,} an epoch"
-    held = _number(batch.eval_rows) if sources_of(config.dataset, "eval") or batch.eval_rows else "none"
     rows = [
-        ("data", f"{config.dataset.name}: {_number(batch.train_rows)} rows, {held} held out"),
+        ("data", f"{config.dataset.name}: {_rows(plan)}"),
         *(("", name) for split in ("train", "eval") for name in config.dataset.sources(split)),
         ("loss", f"{config.loss.name}, task {config.task.name}"),
         ("batch", f"{count(batch.global_size, 'query', 'queries')} a step, over all ranks"),
@@ -292,8 +291,15 @@ def _spans(numbers: Sequence[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
 
 
-def _number(value: int | None) -> str:
-    return "an unknown number of" if value is None else f"{value:,}"
+def _rows(plan: RunPlan) -> str:
+    """How many rows train and are held out, as far as they are counted."""
+    batch = plan.batch
+    train = "rows not counted yet" if batch.train_rows is None else count(batch.train_rows, "row")
+    if not (sources_of(plan.config.dataset, "eval") or batch.eval_rows):
+        return f"{train}, none held out"
+    if batch.eval_rows is None:
+        return train if batch.train_rows is None else f"{train}; held-out rows not counted yet"
+    return f"{train}, {batch.eval_rows:,} held out"
 
 
 def _measured(micro_steps: int | None) -> str:

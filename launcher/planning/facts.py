@@ -59,6 +59,7 @@ class Facts:
     run_root: str = "runs"  # absolute
     taken: tuple[str, ...] = ()  # names in run_root
     run_dir_used: bool = False  # the folder that run.dir or run.name names exists and is not empty
+    run_dir_saved: bool = False  # and holds a whole checkpoint to resume from
     train_rows: int | None = None
     eval_rows: int | None = None
     data_elsewhere: tuple[str, ...] = ()  # names of a hub's data sets that are not on this machine

@@ -75,7 +75,8 @@ def _fitting_main_memory(ask: Ask, chosen: Weighed) -> Iterator[str]:
                 one = _chosen(changed)
                 if one is not None and one.fits:
                     found = True
-                    yield " ".join(words for words, _ in picked) + f"   ({_gib(one.memory.total)} GiB a rank)"
+                    words = " ".join(words for words, _ in picked)
+                    yield f"{words}   ({_gib(one.memory.total)} GiB a rank{_needs(words)})"
         if found:
             return
 
@@ -164,7 +165,9 @@ def _fitting(ask: Ask) -> Iterator[str]:
     for name, tune in _lighter_tuning(config):
         one = most_frugal(replace(free, config=replace(free.config, tune=tune)))
         if one is not None and one.fits and not check_targets(ask.shape, tune):
-            yield " ".join([f"tune={name}", *_parts_to_type(config.tune, name), *left]) + "   (fits here)"
+            yield (
+                " ".join([f"tune={name}", *_parts_to_type(config.tune, name), *left]) + f"   (fits here{_needs(name)})"
+            )
     if found is None:
         yield from _shorter(free, left)
     host = offloaded(free) if more and not slow and config.zero.name != AUTO else None
@@ -207,6 +210,10 @@ def _lighter_tuning(config: RunConfig) -> Iterator[tuple[str, TuneConfig]]:
         yield "lora", replace(tune, name="lora", head="frozen", use_dora=False)
     if config.tune.name != "qlora" and not config.tune.use_dora:
         yield "qlora", replace(tune, name="qlora", head="frozen")
+
+
+def _needs(words: str) -> str:
+    return "; needs bitsandbytes" if "qlora" in words else ""
 
 
 def _parts_to_type(tune: TuneConfig, name: str) -> Iterator[str]:

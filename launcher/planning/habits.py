@@ -7,6 +7,8 @@ something else. README.md shows the usual ones; its test types them.
 
 from __future__ import annotations
 
+import re
+
 _STEP = (
     "batch.global_size=VALUE | "
     "batch.global_size counts the queries of an optimizer step: per device x accumulation x GPUs"
@@ -341,6 +343,9 @@ VERBS = {
     "multirun": "-m",
     "groups": "config",
     "options": "config",
+    "doctor": "check hosts",
+    "info": "env",
+    "version": "--version",
 }
 
 
@@ -348,6 +353,8 @@ def meant(name: str, raw: str = "") -> tuple[str, str] | None:
     """Our (template, remark) for a habitual `name` (with the value `raw`), or None. The template may be empty."""
     name = name.lower().replace("-", "_")
     entry = HABITS.get(f"{name}={raw.lower()}") or HABITS.get(name)
+    if name == "gpu" and re.fullmatch(r"\d{1,2}(,\d{1,2})*|\[.*\]", raw):  # slots or a count; cluster.gpu takes a kind
+        entry = "gpus=[{}]" if "," in raw else "gpus={}"
     if entry is None:
         return None
     ours, _, remark = entry.partition(" | ")

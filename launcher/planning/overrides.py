@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import Problem
-from launcher.planning import answers, checks, grammar, keys, secrets
+from launcher.planning import answers, checks, foreign, grammar, keys, secrets
 from launcher.resources import conf_dir
 
 CONFIG_DIR_FLAGS = ("--config-dir", "-cd")
@@ -52,6 +52,10 @@ def read_command_line(words: Sequence[str], *, sweep: bool = False) -> CommandLi
     """Read all words; nothing is raised, problems are in the result."""
     rest, folders, problems = take_config_dirs(words)
     line = CommandLine(folders=folders, options=keys.options(folders), problems=problems, sweep=sweep)
+    command = foreign.split(rest)
+    rest = command.rest
+    if command.verb and (whole := foreign.in_one_line(command, line.options)) is not None:
+        line.refuse(whole)
     while rest:
         word = rest.pop(0)
         if word.startswith("-"):

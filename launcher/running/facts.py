@@ -28,7 +28,7 @@ from launcher.planning.fabric import Fabric
 from launcher.planning.facts import Facts, LocalGpu, Resume, TextFile
 from launcher.prepared import read_summary
 from launcher.resources import ds_configs_dir, hostfiles_dir
-from launcher.rundir import RunDir, resolve_resume
+from launcher.rundir import RunDir, complete_checkpoints, resolve_resume
 from launcher.spec import MISSING, RunConfig
 from launcher.weightheaders import damage
 
@@ -91,6 +91,7 @@ class _Gatherer:
             run_root=str(root),
             taken=_listed(root),
             run_dir_used=named is not None and _is_used(self.cwd / named),
+            run_dir_saved=named is not None and bool(complete_checkpoints(RunDir(self.cwd / named))),
             train_rows=DIGITS_ROWS["train"] if digits else self._rows("train"),
             eval_rows=DIGITS_ROWS["eval"] if digits else self._rows("eval"),
             data_elsewhere=tuple(

@@ -28,7 +28,7 @@ from launcher.running.sync import sync
 from launcher.running.together import is_together, run_together
 from launcher.running.transport import Channel, Event, close_all, doors, open_channels
 from launcher.spec import RunPlan
-from launcher.streams import SafeStream
+from launcher.streams import SafeStream, fitted
 
 Channels = dict[str, Channel]  # by host
 Started = Callable[[RunDir], None]
@@ -99,7 +99,7 @@ class _Run:
             except MachineError:
                 folder.give_back()
                 raise
-            print("\n".join(_greeting(self.plan, run, notes)), file=self.out, flush=True)
+            print(fitted("\n".join(_greeting(self.plan, run, notes)), self.out), file=self.out, flush=True)
             code = check_data(run, stop, self.out)
             if code != ExitCode.OK:
                 folder.give_back()
@@ -176,7 +176,7 @@ def check_data(run: RunDir, stop: StopSignals, out: IO[str]) -> int:
     argv = [sys.executable, "-m", "launcher.training", "check", "--plan", str(run.plan)]
     done = run_to_end(argv, give_up=lambda: stop.count > 0)
     print(done.stdout, end="", file=out, flush=True)
-    print(done.stderr, end="", file=SafeStream(sys.stderr), flush=True)
+    print(fitted(done.stderr, sys.stderr), end="", file=SafeStream(sys.stderr), flush=True)
     if stop.count:
         return stop.exit_code
     return done.returncode if done.returncode >= 0 else ExitCode.INTERNAL

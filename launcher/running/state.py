@@ -183,6 +183,9 @@ def run_name(run: RunDir) -> str:
     return f"{run.path.parent.name}/{run.path.name}" if inside else run.path.name
 
 
+_ELSEWHERE = ("the same command in the folder where the run was started", "the path of its run folder")
+
+
 def find_folder(name: str, root: str, *, new: bool = False) -> RunDir:
     """The folder of the run or sweep that a person means: a path, a name below `root`, or `latest`, the last run.
 
@@ -191,7 +194,7 @@ def find_folder(name: str, root: str, *, new: bool = False) -> RunDir:
     known = list_runs(root, new=new)
     if name == LATEST:
         if not known:
-            raise _no_run(f"no run in {Path(root).absolute()}", "python -m launcher")
+            raise _no_run(f"no run in {Path(root).absolute()}", *_ELSEWHERE)
         return known[0]
     for path in (Path(name), Path(root, name)):
         if path.is_dir():
@@ -200,10 +203,17 @@ def find_folder(name: str, root: str, *, new: bool = False) -> RunDir:
                     return RunDir(path)
                 raise _no_run(f"{path} was handed to Slurm and has not begun", f"python -m launcher status {path}")
             if not (path / "plan.json").exists() and not is_sweep(RunDir(path)):
+                if holds_runs(path):
+                    raise _no_run(f"{path} is a folder of runs; one is wanted", f"python -m launcher status {path}")
                 raise _no_run(f"{path} is no run folder: it has no plan.json", "python -m launcher status")
             return RunDir(path)
     names = [run_name(run) for run in known[:3]]
-    raise _no_run(f"no run folder {name}, here or in {root}", *(names or ["python -m launcher"]))
+    raise _no_run(f"no run folder {name}, here or in {root}", *(names or _ELSEWHERE))
+
+
+def holds_runs(path: Path) -> bool:
+    """Whether a path is a folder of run folders, as `runs` is, and no run or sweep itself."""
+    return not RunDir(path).plan.exists() and not is_sweep(RunDir(path)) and bool(list_runs(str(path), new=True))
 
 
 def list_runs(root: str, *, new: bool = False) -> list[RunDir]:

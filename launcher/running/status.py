@@ -31,6 +31,7 @@ from launcher.running.state import (
     begun_at,
     find_folder,
     find_state,
+    holds_runs,
     is_sweep,
     list_runs,
     list_sweeps,
@@ -45,6 +46,8 @@ EACH = 8  # ranks that have a line of their own
 
 def status(options: argparse.Namespace) -> int:
     """Print one run in detail, or all in a table."""
+    if options.run is not None and holds_runs(Path(options.run)):
+        options.root, options.run = options.run, None
     if options.run is not None:
         run = find_folder(options.run, options.root, new=True)
         print("\n".join(_sweep_details(run) if is_sweep(run) else _details(run)))

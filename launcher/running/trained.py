@@ -18,6 +18,7 @@ from launcher.datafiles import SUFFIXES
 from launcher.errors import ConfigError, ExitCode, MachineError, Problem
 from launcher.plain import from_data, to_data
 from launcher.planning import checks, keys
+from launcher.prepared import has_split
 from launcher.rundir import (
     EXPORT,
     RunDir,
@@ -102,7 +103,7 @@ def _evaluate(options: argparse.Namespace) -> int:
         return _golden(options, name, words)
     target = find_target(name, options.root)
     plan = usable_plan(target, words, options.device)
-    if not plan.config.dataset.sources("eval") and plan.config.dataset.format != "digits":
+    if not has_split(plan.config, "eval"):
         text = f"{name} has no held-out rows: dataset.eval is not given"
         raise ConfigError(Problem(text, tries=(f"python -m launcher evaluate {name} dataset.eval=FILE",)))
     out = options.out or target.weights / "evaluation.json"

@@ -94,12 +94,12 @@ def check_lengths(plan: RunPlan, splits: Iterable[str]) -> None:
             print(_token_summary(plan, split, found), flush=True)
         lengths, limit = summary["lengths"], plan.config.dataset.max_length
         if lengths["cut"]:
-            print(f"        {_count(lengths['cut'], 'document')} cut to fit dataset.max_length={limit}")
+            print(f"        {count(lengths['cut'], 'document')} cut to fit dataset.max_length={limit}")
         if lengths["shrunk"]:
-            print(f"        images of {_count(lengths['shrunk'], 'prompt')} scaled down to fit it")
+            print(f"        images of {count(lengths['shrunk'], 'prompt')} scaled down to fit it")
         if len(found) and found.left_out:
             named = ", ".join(row.id for row in found.left_out[:SHOWN])
-            print(f"        {_count(len(found.left_out), 'row')} too long: {printable(named)}", flush=True)
+            print(f"        {count(len(found.left_out), 'row')} too long: {printable(named)}", flush=True)
         print(
             "\n".join(f"        {line}" for line in (*modality_lines(summary), *histogram_lines(summary))), flush=True
         )
@@ -110,7 +110,7 @@ def check_lengths(plan: RunPlan, splits: Iterable[str]) -> None:
 def _say_steps(config: RunConfig, rows: int) -> None:
     size = config.batch.global_size
     if rows < size:
-        steps = _count(steps_per_epoch(rows, size), "step")
+        steps = count(steps_per_epoch(rows, size), "step")
         print(f"        fewer than batch.global_size={size}: {steps} an epoch, a partial batch", flush=True)
 
 
@@ -138,20 +138,20 @@ def _listed(split: str, row: BadRow) -> dict[str, str]:
 
 def _summary(split: str, store: RowStore) -> str:
     found = store.summary
-    parts = [_count(found["rows"], "row")]
+    parts = [count(found["rows"], "row")]
     if "messages" not in found["modality"]:
-        parts.append(_count(found["documents"], "document"))
-    parts.append(_count(found["images"], "distinct image"))
+        parts.append(count(found["documents"], "document"))
+    parts.append(count(found["images"], "distinct image"))
     if found["videos"]:
-        parts.append(_count(found["videos"], "distinct video"))
+        parts.append(count(found["videos"], "distinct video"))
     if not found["decoded"]:
         parts.append("only their headers read")
     if found["repeats"]:
-        parts.append(f"{_count(found['repeats'], 'repeated document')} dropped")
+        parts.append(f"{count(found['repeats'], 'repeated document')} dropped")
     if found["contradictory"]:
-        parts.append(f"{_count(found['contradictory'], 'document')} on both sides dropped")
+        parts.append(f"{count(found['contradictory'], 'document')} on both sides dropped")
     if store.bad:
-        parts.append(f"{_count(len(store.bad), 'bad row')}")
+        parts.append(f"{count(len(store.bad), 'bad row')}")
     return f"{split:<8}{', '.join(parts)}"
 
 
@@ -163,7 +163,8 @@ def _by_reason(bad: Sequence[BadRow]) -> list[str]:
     return [f"        {line}" for line in columns(rows, right=(0,))]
 
 
-def _count(number: int, unit: str) -> str:
+def count(number: int, unit: str) -> str:
+    """A number with its noun."""
     return f"{number:,} {unit}{'' if number == 1 else 's'}"
 
 

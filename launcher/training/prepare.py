@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from launcher.training.lengths import Lengths
 
 SHOWN_BAD, SHOWN_LONG = 20, 10  # rows named in a message
+SHOWN_ALIKE = 3  # of them with the same reason
 LOCK_TICK_S = 0.2  # between two looks at a lock that another process holds
 
 
@@ -194,10 +195,11 @@ def problems_of(config: RunConfig, split: str, store: RowStore) -> list[Problem]
     if bad and (config.dataset.on_bad == "error" or not good):
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in Counter(row.kind for row in bad).most_common())
         lines = [f"{len(bad):,} of {len(bad) + good:,} rows of {key}={source} can't be used: {kinds}"]
-        lines += [f"{row.where}  id {row.id}  {row.reason}" for row in bad[:SHOWN_BAD]]
-        if len(bad) > SHOWN_BAD:
-            lines.append(f"and {len(bad) - SHOWN_BAD:,} more")
-        tries = ("mend these rows", *(("dataset.on_bad=skip",) if good else ()))
+        shown = _examples(bad)
+        lines += [f"{row.where}  id {row.id}  {row.reason}" for row in shown]
+        if len(bad) > len(shown):
+            lines.append(f"and {len(bad) - len(shown):,} more")
+        tries = (*_remedies(config, bad), "mend these rows", *(("dataset.on_bad=skip",) if good else ()))
         return [Problem("\n".join(lines), tries=tries)]
     if not good and is_divided(config.dataset):
         text = f"dataset.eval_fraction={config.dataset.eval_fraction:g} leaves no {split} row of {source}"
@@ -205,6 +207,28 @@ def problems_of(config: RunConfig, split: str, store: RowStore) -> list[Problem]
     if not good:
         return [Problem(f"{key}={source} has no rows", tries=(f"{key}=FILE.jsonl with at least one row",))]
     return _above_limit(config, split, bad, good)
+
+
+def _examples(bad: Sequence[BadRow]) -> list[BadRow]:
+    """Some of the bad rows: with thousands that are wrong alike, none that is wrong otherwise is lost."""
+    seen: Counter[str] = Counter()
+    shown = []
+    for row in bad:
+        seen[row.reason] += 1
+        if seen[row.reason] <= SHOWN_ALIKE:
+            shown.append(row)
+    return shown[:SHOWN_BAD]
+
+
+def _remedies(config: RunConfig, bad: Sequence[BadRow]) -> Iterator[str]:
+    """What to type where the rows are not to blame."""
+    kinds = {row.kind for row in bad}
+    if kinds == {"a chat"}:
+        yield "task=sft   (trains on chats)"
+    if kinds == {"a query with documents"}:
+        yield "task=rerank   (trains on queries with documents)"
+    if any(kind.endswith("file missing") for kind in kinds) and config.dataset.image_root is None:
+        yield "dataset.image_root=FOLDER   (else paths are relative to the data file's folder)"
 
 
 def length_problems(config: RunConfig, split: str, rows: Prepared) -> list[Problem]:

@@ -18,6 +18,7 @@ from launcher.plain import from_data
 from launcher.rundir import RunDir, read_json
 from launcher.spec import RunConfig, RunPlan
 from launcher.training import finished
+from launcher.training.check import count
 from launcher.training.evaluate import score_rows
 from launcher.training.finished import Finished
 from launcher.training.formats import Raw, limited, parse, raw_rows
@@ -54,7 +55,8 @@ def main(plan: RunPlan, weights: Path, file: str, out: Path) -> int:
     finally:
         aside.unlink(missing_ok=True)
     marked = f", {bad:,} with an error" if bad else ""
-    print(f"{len(rows):,} rows{marked}, {documents:,} documents in {time.monotonic() - begun:.0f} s: {out}")
+    scored = f"{count(len(rows), 'row')}{marked}, {count(documents, 'document')}"
+    print(f"{scored} in {time.monotonic() - begun:.0f} s: {out}")
     return 0
 
 

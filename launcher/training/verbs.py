@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from launcher.datafiles import sources_of
 from launcher.errors import ConfigError, ExitCode, Problem
 from launcher.golden import read_golden, sigmoid, verdict
 from launcher.hubs import model_source
@@ -18,6 +19,7 @@ from launcher.plain import to_data
 from launcher.rundir import write_json
 from launcher.spec import RunPlan
 from launcher.training import evaluate, export, finished, golden, score
+from launcher.training.check import count
 from launcher.training.prepare import prepare
 from launcher.training.progress import progress
 
@@ -63,12 +65,13 @@ def _evaluate(plan: RunPlan, weights: Path, out: Path) -> int:
         fused = evaluate.fused(outputs.records, plan.config)
         warnings += [*evaluate.warnings(fused.records), *([fused.note] if fused.note else [])]
     width = max(map(len, metrics))
-    print(f"{outputs.rows:,} rows of {', '.join(map(str, plan.config.dataset.sources('eval'))) or 'digits'}")
+    sources = list(sources_of(plan.config.dataset, "eval")) or [plan.config.dataset.name]
+    print(f"{count(outputs.rows, 'row')} of {', '.join(sources)}")
     lines = [f"  {name.removeprefix('eval/'):<{width}}  {value:.4f}" for name, value in metrics.items()]
     print("\n".join([*lines, *(f"warning: {text}" for text in warnings)]))
     content: dict[str, Any] = {
         "weights": str(weights),
-        "data": list(map(str, plan.config.dataset.sources("eval"))) or plan.config.dataset.name,
+        "data": sources,
         "rows": outputs.rows,
         "left_out": [to_data(row) for row in rows.bad],
         "metrics": metrics,
