@@ -345,6 +345,7 @@ def test_problems_of_all_kinds_are_told_together() -> None:
             "the weights of Qwen/Qwen3-VL-8B-Instruct (17.5 GB) are not on this machine",
         ),
         (("model=tiny", *JSONL), {"train_rows": 7}, "dataset.train has 7 rows, fewer than batch.global_size=16"),
+        (("optim.lr=2",), {}, "optim.lr=2 is far above what AdamW trains such models with"),
         (("gpus=17",), {}, "17 ranks share batch.global_size=16 queries"),
         (("model=tiny", *JSONL[:2]), {}, "nothing is evaluated, because dataset.eval names no file"),
         (("model=qwen3_vl_2b", "gpus=1"), {}, "it may run out of memory (try  memory.gradient_checkpointing=all "),

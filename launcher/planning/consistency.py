@@ -13,6 +13,7 @@ from launcher.planning.secrets import is_secret
 from launcher.spec import METRICS_OF_TASK, MISSING, RunConfig, TuneConfig
 
 MANY_STEPS = 10  # 30 steps of the tiny model made 18 MB, packed, and two minutes of writing on a busy CPU
+MOST_LR = 0.1  # the tiny model learns at 1e-2
 TASK_LOSSES = {
     "rerank": ("pointwise", "listwise", "pairwise", "distill", "custom"),
     "sft": ("cross_entropy",),
@@ -85,6 +86,8 @@ def oddities(config: RunConfig, facts: Facts, world_size: int) -> Iterator[str]:
             f"loss={config.loss.name} compares the documents of a query only: scores need no longer be probabilities, "
             "which a pretrained reranker's are (loss=pointwise is the objective it was trained with)"
         )
+    if config.optim.lr is not None and config.optim.lr > MOST_LR:
+        yield f"optim.lr={config.optim.lr:g} is far above what AdamW trains such models with, 1e-6 to 1e-3: mistyped?"
     both = sorted({*data.sources("train")} & {*data.sources("eval")})
     if both and data.name != "digits" and data.eval_split in (None, data.split):
         yield (
