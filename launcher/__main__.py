@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the process's exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     _open_streams()
+    _have_home()
     try:
         code = _dispatch(words)
         sys.stdout.flush()
@@ -75,6 +76,12 @@ def _open_streams() -> None:
     sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
     take_any_text()
+
+
+def _have_home() -> None:
+    """Give a user who has no home folder, neither in HOME nor in the system's list, the one that Docker gives."""
+    if os.path.expanduser("~") == "~":
+        os.environ["HOME"] = "/"
 
 
 def _dispatch(words: list[str]) -> int:
@@ -314,7 +321,7 @@ def _resume_verb(words: list[str]) -> int:
 
     from launcher.planning.resumed import resumed_words
 
-    if words and not words[0].startswith("-") and not Path(words[0]).expanduser().exists():
+    if words and not words[0].startswith("-") and not Path(os.path.expanduser(words[0])).exists():
         from launcher.running.state import find_folder
 
         words = [str(find_folder(words[0], "runs").path), *words[1:]]  # a run's name, or `latest`

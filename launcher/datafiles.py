@@ -36,7 +36,7 @@ BEIR_TABLES = ("queries", "corpus", "qrels")
 
 def absolute_source(value: str) -> str:
     """A path made absolute; the name of a hub's data set as it is, unless something here is called so."""
-    return value if is_hub_name(value) else os.path.abspath(Path(value).expanduser())
+    return value if is_hub_name(value) else os.path.abspath(os.path.expanduser(value))
 
 
 def is_hub_name(value: str) -> bool:

@@ -21,6 +21,7 @@ from launcher.spec import ModelConfig, RunConfig, RunPlan, TuneConfig
 
 PARTS = ("language", "embeddings", "head", "vision", "projector")
 LORA_PARTS = ("language", "vision", "projector")
+SEEING_PARTS = ("vision", "projector")  # those that only images and videos reach
 AUTO = "auto"  # model.family: by config.json's model_type
 # What the published rerankers ask a query with, by Family.prompt.
 INSTRUCTIONS = {

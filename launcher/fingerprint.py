@@ -57,7 +57,9 @@ def misfits(saved: dict[str, Any], now: dict[str, Any], checkpoint: str) -> list
         Problem(
             f"{key}={_text(now[key])}, but the checkpoint was saved with {key}={_text(saved.get(key))}",
             where=checkpoint,
-            tries=("the checkpoint's own model",) if key == "model.arch" else (f"{key}={_text(saved.get(key))}",),
+            tries=("the checkpoint's own model",)
+            if key == "model.arch"
+            else (f"{key}={_placed(key, saved.get(key))}",),
         )
         for key in now
         if now[key] != saved.get(key) and not (key == "model.arch" and now["model"] != saved.get("model"))
@@ -79,4 +81,12 @@ def _last_name(path: str) -> str:
 
 
 def _text(value: Any) -> str:
-    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+    return json.dumps(value, separators=(",", ":")) if value is None or isinstance(value, bool | list) else str(value)
+
+
+def _placed(key: str, value: Any) -> str:
+    """As it is to be typed: of what counts by its last name, the place is to be told."""
+    if key not in ("model.path", "dataset.train") or not value:
+        return _text(value)
+    names = [f"FOLDER/{name}" for name in str(value).split(", ")]
+    return names[0] if len(names) == 1 else f"[{','.join(names)}]"

@@ -31,6 +31,8 @@ SPLITS = ("train", "eval")
 MODALITIES = ("text", "image", "video", "mixed")
 BAR = 40  # characters of the longest bar
 SUMMARY = "summary.json"
+# What reading a file raises that a crash or somebody who tidies up has left in pieces: it is made anew.
+DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
 VERSION = 3  # of what is written; raised when rows or lengths of the same input come out otherwise
 # What a summary tells of rows, in the order of its lists: the fields of launcher.estimates.Load.
 QUANTITIES = ("tokens", "visual", "patches", "key_rows", "documents", "answers", "pairs", "patch_pairs")

@@ -240,6 +240,19 @@ def test_what_is_fetched_is_as_large_as_it_likes(elsewhere: Path, monkeypatch: p
     assert [main([verb, *words]) for verb in ("plan", "fetch")] == [2, 3]
 
 
+def test_a_user_without_a_home_folder_plans(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    """As containers and services have it: no HOME, and a number that no user of the system has."""
+
+    def unknown(number: int) -> None:
+        raise KeyError(number)
+
+    for name in ("HOME", "XDG_CACHE_HOME", "HF_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert main(["plan", "model=qwen3_vl_2b", "dataset.train=~/rows.jsonl"]) == 2
+    assert "dataset.train=/rows.jsonl: no such file" in capsys.readouterr().err
+
+
 def test_a_mistake_of_ours_exits_1_with_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     monkeypatch.setattr("launcher.planning.help.help_text", lambda folders: 1 / 0)
     assert main(["help"]) == 1

@@ -6,13 +6,14 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image as Pillow
 
-from launcher.spec import BatchConfig, DatasetConfig, LossConfig, RunConfig, TaskConfig
+from launcher.spec import BatchConfig, DatasetConfig, LossConfig, RunConfig, TaskConfig, TuneConfig
 from launcher.training.check import main
 from launcher.training.prepare import problems_of, read_rows
 from tests.tiny import tiny_plan
@@ -23,8 +24,8 @@ class Plan:
 
     run_id = "test"
 
-    def __init__(self, run_dir: Path, **dataset: Any) -> None:
-        self.run_dir = str(run_dir)
+    def __init__(self, run_dir: Path, *, trains: Sequence[str] = ("language",), **dataset: Any) -> None:
+        self.run_dir, self.trainable = str(run_dir), dict.fromkeys(trains, 1)
         options = {"name": "jsonl"} | dataset
         loss = LossConfig(name="listwise")
         self.config = RunConfig(
@@ -32,6 +33,7 @@ class Plan:
             task=TaskConfig(name="rerank"),
             loss=loss,
             batch=BatchConfig(global_size=2),
+            tune=TuneConfig(name="full"),
         )
 
 
@@ -163,6 +165,24 @@ def test_a_part_without_a_row_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     plan: Any = Plan(tmp_path, train=str(tmp_path / "rows.jsonl"), eval_fraction=1e-6)
     assert main(plan) == 2
     assert f"dataset.eval_fraction=1e-06 leaves no eval row of {tmp_path}/rows.jsonl" in capsys.readouterr().err
+
+
+def test_parts_that_no_row_reaches_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Images of the held-out rows alone teach nothing."""
+    Pillow.new("RGB", (64, 64)).save(tmp_path / "red.png")
+    row = {"query": "q", "positives": ["p"], "negatives": ["n"]}
+    for name, query in (("words", "q"), ("seen", {"image": "red.png"})):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row | {"query": query}) + "\n")
+    files = {"train": str(tmp_path / "words.jsonl"), "eval": str(tmp_path / "seen.jsonl")}
+    blind: Any = Plan(tmp_path, trains=("vision", "projector"), **files)
+    assert main(blind) == 2
+    err = capsys.readouterr().err
+    assert "no row of dataset.train shows an image or a video, and nothing but vision and projector trains" in err
+    assert "try  tune.language=full\n" in err
+    partly: Any = Plan(tmp_path, trains=("language", "projector"), **files)
+    seeing: Any = Plan(tmp_path, trains=("projector",), train=files["eval"])
+    assert main(partly) == main(seeing) == 0
+    assert capsys.readouterr().out.count("no image or video: nothing reaches projector, to be trained") == 1
 
 
 def test_many_bad_rows_are_counted_and_twenty_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

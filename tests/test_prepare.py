@@ -159,6 +159,18 @@ def test_prepared_once_then_found(tmp_path: Path) -> None:
     assert len(prepare(plan, "eval")) == 0
 
 
+def test_what_a_crash_left_in_pieces_is_made_again(tmp_path: Path, cache: Path) -> None:
+    plan = plan_of(tmp_path, write_rows(tmp_path))
+    digest = prepare(plan, "train").digest
+    for name in ("rows.arrow", "bad.json", "media.json", "*/lengths.arrow", "*/unfit.json"):
+        (file,) = cache.glob(f"*/{name}")
+        whole = file.read_bytes()
+        file.rename(file.with_name("aside"))  # what this process has mapped into memory stays
+        file.write_bytes(whole[: len(whole) // 2])
+        assert prepare(plan, "train").digest == digest, name
+        assert file.read_bytes() == whole, name
+
+
 def test_a_picture_that_changes_is_looked_at_again(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, write_rows(tmp_path), on_bad="skip", max_bad_fraction=1.0)
     tokens = prepare(plan, "train").tokens

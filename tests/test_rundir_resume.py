@@ -13,7 +13,7 @@ import pytest
 from launcher.errors import ConfigError
 from launcher.fingerprint import fingerprint, misfits
 from launcher.rundir import RunDir, complete_checkpoints, damages, file_entry, resolve_resume
-from launcher.spec import BatchConfig, ModelConfig, RunConfig, TuneConfig
+from launcher.spec import BatchConfig, DatasetConfig, ModelConfig, RunConfig, TuneConfig
 from launcher.training.base import base_of, check_base
 from launcher.training.checkpoint import rotate
 from tests.tiny import tiny_plan
@@ -153,16 +153,26 @@ def test_fingerprint_names_what_differs_and_what_to_type():
     saved = json.loads(json.dumps(fingerprint(config(), arch)))
     moved = config(model=ModelConfig(name="tiny", path="/elsewhere/base"))
     assert misfits(saved, fingerprint(moved, {**arch, "dtype": "bfloat16"}), "C") == []
-    other = config(tune=TuneConfig(name="lora", r=16, target_modules="x"), batch=BatchConfig(global_size=8))
+    trained = DatasetConfig(name="jsonl", train="/b/a.jsonl", weights=[1.0, 2.0])
+    saved |= {key: value for key, value in fingerprint(config(dataset=trained), arch).items() if "dataset" in key}
+    other = config(
+        model=ModelConfig(name="tiny", path="/a/other"),
+        tune=TuneConfig(name="lora", r=16, target_modules="x"),
+        batch=BatchConfig(global_size=8),
+        dataset=DatasetConfig(name="jsonl", train="/b/c.jsonl"),
+    )
     problems = misfits(saved, fingerprint(other, {**arch, "hidden_size": 16}), "C")
     assert [p.tries[0] for p in problems] == [
+        "model.path=FOLDER/base",
         "the checkpoint's own model",
         "tune.r=8",
         "tune.target_modules=null",
+        "dataset.train=FOLDER/a.jsonl",
+        "dataset.weights=[1.0,2.0]",
         "batch.global_size=16",
     ]
-    assert problems[1].text == "tune.r=16, but the checkpoint was saved with tune.r=8"
-    renamed = fingerprint(config(model=ModelConfig(name="other", path="/a/base")), {"hidden_size": 16})
+    assert problems[2].text == "tune.r=16, but the checkpoint was saved with tune.r=8"
+    renamed = fingerprint(config(model=ModelConfig(name="other", path="/a/base"), dataset=trained), {"hidden_size": 16})
     assert [p.tries[0] for p in misfits(saved, renamed, "C")] == ["model=tiny"]  # which has its own structure
 
 

@@ -41,7 +41,7 @@ _FILES = {
 
 def takes_list(key: str) -> bool:
     """Whether several values of `key` make sense in one run."""
-    return key in ("gpus", "dataset.train", "dataset.eval") or typing.get_origin(keys.base(keys.kind_of(key))) is list
+    return key in ("gpus", *keys.SOURCES) or typing.get_origin(keys.base(keys.kind_of(key))) is list
 
 
 _EXAMPLES = {

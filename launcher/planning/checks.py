@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import os
 import re
 import shlex
 import typing
@@ -315,10 +316,20 @@ def _may_be_empty(key: str) -> bool:
     return not keys.is_text(key) or key.startswith(("env.set.", "task."))
 
 
+def _homeless(value: Any) -> str | None:
+    """The user in ~USER/... whose home folder this machine doesn't know; None when it knows, or none is named."""
+    for path in value if isinstance(value, list) else [value]:
+        if isinstance(path, str) and path.startswith("~") and os.path.expanduser(path) == path:
+            return path[1:].partition("/")[0] or None
+    return None
+
+
 def rule_problem(key: str, value: Any) -> str | None:
     """What `value` of the right type must be, None when it is."""
     if isinstance(value, str) and not value.strip() and not _may_be_empty(key):
         return "must not be empty (an unset variable?)"
+    if key in keys.PATHS and (lost := _homeless(value)):
+        return f"there is no user {lost} here"
     rule = RULES.get(key)
     return None if value is None or rule is None or rule.holds(value) else f"must be {rule.words}"
 

@@ -27,7 +27,6 @@ from launcher.planning.sources import find_sources
 from launcher.planning.walk import Walk, sentence
 from launcher.spec import RunConfig
 
-_SOURCES = ("dataset.train", "dataset.eval")  # a path, or the name of a hub's data set, or a list of them
 _PROGRAMS = ("cluster.python", "cluster.activate")
 DEMO = "digits"  # the experiment that runs when no model, dataset or experiment is named
 
@@ -190,10 +189,10 @@ def _make_absolute(data: dict[str, Any], key: str) -> None:
     value = data[name]
     if value is None or (key in _PROGRAMS and os.sep not in value.split()[0]):
         return
-    if key in _SOURCES:
+    if key in keys.SOURCES:
         data[name] = [absolute_source(one) for one in value] if isinstance(value, list) else absolute_source(value)
     elif key == "cluster.activate":
         script, *arguments = shlex.split(value)
-        data[name] = shlex.join([os.path.abspath(Path(script).expanduser()), *arguments])
+        data[name] = shlex.join([os.path.abspath(os.path.expanduser(script)), *arguments])
     else:
-        data[name] = os.path.abspath(Path(value).expanduser())
+        data[name] = os.path.abspath(os.path.expanduser(value))

@@ -24,6 +24,7 @@ SECTIONS = (
     "notify",
 )  # keys that are kept together but have no options to choose from
 
+SOURCES = ("dataset.train", "dataset.eval")  # a path, or the name of a hub's data set, or a list of them
 # Paths are relative to where the user stands, and `~` is the home folder.
 PATHS = (
     "run.root",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -85,7 +86,7 @@ def take_config_dirs(words: Sequence[str]) -> tuple[list[str], list[Path], list[
             continue
         if not equals:
             folder = left.pop(0) if left else ""
-        path = Path(folder).expanduser().absolute()
+        path = Path(os.path.expanduser(folder)).absolute()
         if folder and path.is_dir():
             folders.append(path)
         else:
@@ -176,7 +177,7 @@ def _read_value(line: CommandLine, key: str, raw: str) -> None:
     if keys.is_text(key):
         null = parsed.readable and parsed.value is None
         line.values[key] = None if null else parsed.value if isinstance(parsed.value, str) else raw
-    elif keys.is_texts(key) and (texts := grammar.parse_texts(raw)) is not None:
+    elif (keys.is_texts(key) or key in keys.SOURCES) and (texts := grammar.parse_texts(raw)) is not None:
         line.values[key] = texts
     elif parsed.readable:
         line.values[key] = parsed.value

@@ -21,7 +21,7 @@ def resumed_words(words: Sequence[str]) -> list[str]:
     """
     if not words or "=" in words[0] or words[0].startswith("-"):
         raise ConfigError(Problem("resume which run?", tries=("python -m launcher resume FOLDER",)))
-    place, changes = Path(os.path.abspath(Path(words[0]).expanduser())), list(words[1:])
+    place, changes = Path(os.path.abspath(os.path.expanduser(words[0]))), list(words[1:])
     if (place / SWEEP).is_file():
         text = f"{words[0]} is a sweep; each of its jobs is a run that can go on"
         raise ConfigError(Problem(text, str(place), (f"python -m launcher resume {words[0].rstrip(os.sep)}/0",)))

@@ -187,7 +187,7 @@ def find_target(name: str, root: str, *, newest: bool = True) -> Target:
 
     A run that keeps no checkpoint is its export. Raises ConfigError.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if (path / EXPORT).is_file():
         return _exported(path)
     if checkpoint_step(path) is not None:
@@ -230,7 +230,7 @@ def _checkpoint(run: RunDir, folder: Path) -> Target:
 
 
 def _export_of(name: str, root: str) -> Path:
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if (path / EXPORT).is_file():
         return path
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from launcher.arithmetic import steps_per_epoch
 from launcher.errors import ConfigError, ExitCode, LauncherError, Problem
+from launcher.families import SEEING_PARTS
 from launcher.prepared import SPLITS, columns, histogram_lines, lengths_folder, modality_lines, summary_of
 from launcher.rundir import read_json, write_json
 from launcher.spec import RunConfig, RunPlan
@@ -59,9 +60,10 @@ def check_data(plan: RunPlan, *, decode: bool = False) -> dict[str, RowStore]:
         print(_summary(split, store), flush=True)
         if store.bad:
             print(printable("\n".join(_by_reason(store.bad))), flush=True)
+        problems += problems_of(plan.config, split, store)
         if split == "train" and len(store):
             _say_steps(plan.config, len(store))
-        problems += problems_of(plan.config, split, store)
+            problems += _unreached(plan, store)
     if Path(plan.run_dir).is_dir():
         write_json(_list_file(plan), listed)
     if problems:
@@ -112,6 +114,23 @@ def _say_steps(config: RunConfig, rows: int) -> None:
     if rows < size:
         steps = count(steps_per_epoch(rows, size), "step")
         print(f"        fewer than batch.global_size={size}: {steps} an epoch, a partial batch", flush=True)
+
+
+def _unreached(plan: RunPlan, store: RowStore) -> list[Problem]:
+    """Parts that train and that only images reach, where there are none: a problem when nothing else trains."""
+    if store.has_media:
+        return []
+    parts = [part for part, count in plan.trainable.items() if count]
+    idle = [part for part in SEEING_PARTS if part in parts]
+    if not idle:
+        return []
+    names = " and ".join(idle)
+    if len(idle) < len(parts):
+        print(f"        no image or video: nothing reaches {names}, to be trained", flush=True)
+        return []
+    text = f"no row of dataset.train shows an image or a video, and nothing but {names} trains"
+    tries = (f"tune.language={plan.config.tune.name}", "dataset.train=FILE.jsonl with images")
+    return [Problem(text, tries=tries)]
 
 
 def _token_summary(plan: RunPlan, split: str, rows: Prepared) -> str:

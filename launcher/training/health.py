@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from launcher.errors import Problem, TrainingError
-from launcher.families import Family
+from launcher.families import SEEING_PARTS, Family
 from launcher.spec import RunConfig
 from launcher.training.batching import MicroBatch
 from launcher.training.patches import Patches
 from launcher.training.runtime import Rank
 from launcher.training.tuning import part_of
 
-SEEN = ("vision", "projector")  # parts that only images reach
 STEPS_WITHOUT_IMAGES = 20  # after so many nobody expects one any more
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -147,7 +146,7 @@ class GradientWatch:
         if not got and (loss == 0 or not math.isfinite(loss)):
             return None
         self.waiting -= got
-        unreached = sorted(name for name in self.waiting if seen or self._part(name) not in SEEN)
+        unreached = sorted(name for name in self.waiting if seen or self._part(name) not in SEEING_PARTS)
         if unreached:
             raise self._error(unreached)
         if self.waiting and self._steps < STEPS_WITHOUT_IMAGES:

@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing import get_context
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from launcher.families import family_of
-from launcher.prepared import SUMMARY, summary_of
+from launcher.prepared import DAMAGED, SUMMARY, summary_of
 from launcher.rundir import read_json, write_json
 from launcher.spec import DatasetConfig, RunPlan
 from launcher.training.counts import (
@@ -154,8 +155,10 @@ def _largest_choice(lengths: Lengths, row: int, data: DatasetConfig) -> np.ndarr
 
 def counted(plan: RunPlan, store: RowStore, folder: Path, say: Say, *, pool_s: float = POOL_S) -> Lengths:
     """The tokens of all rows, from `folder` or counted now; the caller holds the lock of the rows."""
-    if summary_of(folder) is None:
-        _write(folder, _count(plan, store, say, pool_s), store)
+    with suppress(*DAMAGED):
+        if summary_of(folder) is not None:
+            return _read(folder)
+    _write(folder, _count(plan, store, say, pool_s), store)
     return _read(folder)
 
 

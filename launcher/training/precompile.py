@@ -167,4 +167,4 @@ def mark_of(plan: RunPlan) -> Path:
 def _cache() -> Path:
     """Where Triton keeps what it has compiled (triton/knobs.py)."""
     home = os.environ.get("TRITON_HOME", "").strip() or "~"
-    return Path(os.environ.get("TRITON_CACHE_DIR", "").strip() or f"{home}/.triton/cache").expanduser()
+    return Path(os.path.expanduser(os.environ.get("TRITON_CACHE_DIR", "").strip() or f"{home}/.triton/cache"))

@@ -70,7 +70,7 @@ class Prepared(Sequence[Row]):
     @property
     def has_media(self) -> bool:
         """Whether any of its rows, usable or not, shows an image or a video."""
-        return self.store is not None and bool(self.store.summary["images"] or self.store.summary["videos"])
+        return self.store is not None and self.store.has_media
 
     @cached_property
     def tokens(self) -> np.ndarray:

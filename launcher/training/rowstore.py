@@ -12,11 +12,12 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, overload
 
-from launcher.prepared import MODALITIES, SUMMARY, cache_dir, media_marks, rows_folder, summary_of
+from launcher.prepared import DAMAGED, MODALITIES, SUMMARY, cache_dir, media_marks, rows_folder, summary_of
 from launcher.rundir import read_json, write_json
 from launcher.spec import RunConfig, RunPlan, VideoOptions
 from launcher.training.formats import assemble, parse, raw_rows, read_split
@@ -42,6 +43,11 @@ class RowStore(Sequence[Row]):
         self._rows = pa.ipc.open_file(pa.memory_map(str(folder / "rows.arrow"))).read_all()["row"]
         self._blob = str(cache_dir() / "blobs" / self.summary["blob"])
 
+    @property
+    def has_media(self) -> bool:
+        """Whether any of its rows, usable or not, shows an image or a video."""
+        return bool(self.summary["images"] or self.summary["videos"])
+
     def __len__(self) -> int:
         return len(self._rows)
 
@@ -64,9 +70,11 @@ def stored(plan: RunPlan, split: str, say: Say, *, decode: bool = False) -> RowS
     be mended, once a run when some are bad.
     """
     folder = rows_folder(plan.config, split)
-    if not is_current(plan, folder, decode=decode):
-        known_size.cache_clear()  # this process may have seen the files as they were before
-        _write(plan, split, folder, say, decode=decode)
+    with suppress(*DAMAGED):
+        if is_current(plan, folder, decode=decode):
+            return RowStore(folder)
+    known_size.cache_clear()  # this process may have seen the files as they were before
+    _write(plan, split, folder, say, decode=decode)
     return RowStore(folder)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 from launcher.prepared import cache_dir
 from launcher.rundir import write_atomic
 from launcher.spec import RunPlan
-from launcher.training.postponed import Change, Finder, wait
+from launcher.training.postponed import Change, Finder, Waiting
 
 # DeepSpeed's autotuner imports mlflow (autotuning/autotuner.py).
 NEVER = ("mlflow",)
@@ -73,15 +73,16 @@ def change_imports(plan: RunPlan) -> None:
     if any(isinstance(finder, Finder) for finder in sys.meta_path) or not _is_known("torch", TORCH):
         return
     marks = Marks()
-    changes: dict[str, Change] = {name: partial(wait, alone=ALONE[name]) for name in ALONE}
-    changes["torch._dynamo"] = partial(wait, alone=ALONE["torch._dynamo"], has=marks.names, runs=marks.tell)
+    waiting = {name: Waiting(alone) for name, alone in ALONE.items()}
+    waiting["torch._dynamo"] = Waiting(ALONE["torch._dynamo"], has=marks.names, runs=marks.tell)
+    changes: dict[str, Change] = {}
     if _is_known("transformers", TRANSFORMERS):
         # A user's function may want from transformers what a rank never does.
         has_less = not has_own_code(plan)
         changes["transformers.utils.import_utils"] = partial(_quicken, has_less=has_less)
         if has_less:
             changes["peft.tuners.tuners_utils"] = _without_tensors
-    sys.meta_path.insert(0, Finder(changes, ALONE))
+    sys.meta_path.insert(0, Finder(changes, waiting))
 
 
 def has_own_code(plan: RunPlan) -> bool:
