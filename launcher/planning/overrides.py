@@ -177,10 +177,12 @@ def _read_value(line: CommandLine, key: str, raw: str) -> None:
     if keys.is_text(key):
         null = parsed.readable and parsed.value is None
         line.values[key] = None if null else parsed.value if isinstance(parsed.value, str) else raw
-    elif (keys.is_texts(key) or key in keys.SOURCES) and (texts := grammar.parse_texts(raw)) is not None:
+    elif keys.is_texts(key) and (texts := grammar.parse_texts(raw)) is not None:
         line.values[key] = texts
     elif parsed.readable:
         line.values[key] = parsed.value
+    elif key in keys.SOURCES and (texts := grammar.parse_texts(raw)) is not None:  # [a.jsonl,~/b.jsonl]
+        line.values[key] = texts
     else:
         found = grammar.parse_json(raw)
         line.values[key] = raw if found is None else found
