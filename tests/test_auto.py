@@ -326,6 +326,18 @@ def test_what_is_typed_against_too_little_main_memory_fits(
         plan(*others, line, gpus=gpus(ranks), ram_bytes=gib * GIB)
 
 
+@pytest.mark.parametrize(("gib", "tried"), [(2048, ["zero=auto", "nodes=3"]), (128, ["nodes=3"])])
+def test_what_is_typed_against_small_gpus_fits_main_memory(gib: int, tried: list[str]) -> None:
+    small = {"gpus": gpus(4, "NVIDIA GeForce RTX 4090", 24, (8, 9)), "ram_bytes": gib * GIB}
+    with pytest.raises(ConfigError, match="more than the 24.0 GiB of a GPU") as caught:
+        plan(*FULL, "zero=stage2", **small)
+    tries = [line.split("   ")[0].split() for line in caught.value.problems[0].tries]
+    assert [words[0] for words in tries] == [*tried, "tune=lora", "tune=qlora"]
+    for words in tries:
+        if words[0] != "nodes=3":  # for which a hostfile would be needed
+            plan(*FULL[:1], *ROWS, *(FULL[1:2] if words[0] == "zero=auto" else ()), *words, **small)
+
+
 def test_ranks_of_a_host_share_the_pages_of_mapped_weights() -> None:
     """8B on four GPUs of 24 GB in a machine with 64 GiB; float32 is converted, by each rank for itself."""
     made = plan(*EIGHT, gpus=gpus(4, "NVIDIA GeForce RTX 4090", 24, (8, 9)), ram_bytes=64 * GIB)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 from launcher.errors import ConfigError, Problem
 from launcher.estimates import grows_with_tokens
@@ -27,9 +27,13 @@ ELSEWHERE = (
 MARK = "memory:"  # begins warnings that are made anew once GPUs have been looked at
 
 
-def shortfall(ask: Ask, chosen: Weighed) -> tuple[list[Problem], list[str]]:
+def shortfall(ask: Ask, chosen: Weighed, ram: int | None = None) -> tuple[list[Problem], list[str]]:
     """A problem when the GPU is known to be too small, a warning when only what is to stay free is used, when the kind
-    of GPU is assumed, or when zero=auto had to take what is slow."""
+    of GPU is assumed, or when zero=auto had to take what is slow.
+
+    `ram`: bytes of the smallest host, where known. What is proposed against a GPU needs no more of them, or no more
+    than the run as it is, which `host_problems` judges.
+    """
     if chosen.fits:
         slow = ask.config.zero.name == AUTO and chosen.zero in OFFLOADED
         text = f"{MARK} without main memory nothing fits, and zero={chosen.zero} is slow; {_least(ask)}" if slow else ""
@@ -41,7 +45,8 @@ def shortfall(ask: Ask, chosen: Weighed) -> tuple[list[Problem], list[str]]:
     if total <= room.whole:
         left = f"memory.headroom={ask.config.memory.headroom:g} leaves {room.gib} GiB to plan with"
         return [], [f"{MARK} {needs}, nearly all of {room.whose}; {left}; {_least(ask)}"]
-    tries = tuple(_tries(ask))
+    limit = None if ram is None else max(ram, _of_host(chosen))
+    tries = tuple(_tries(ask, limit))
     text = f"{needs}, more than {room.whose}; {_least(ask)}"
     if not room.known:
         return [], [f"{MARK} {text}" + (f" (try  {tries[0]})" if tries else "")]
@@ -144,34 +149,42 @@ def _least(ask: Ask) -> str:
     return f"the smallest number of such GPUs that fits is {count}, with {_settings(one)}"
 
 
-def _tries(ask: Ask) -> Iterator[str]:
-    """What to type, each of it found to fit; else what would make it smaller."""
-    found = list(_fitting(ask))
+def _tries(ask: Ask, ram: int | None) -> Iterator[str]:
+    """What to type, each of it found to fit the GPUs, and hosts of `ram` bytes; else what would make it smaller."""
+    found = list(_fitting(ask, ram))
     return iter(found or ["GPUs with more memory, or a smaller model"])
 
 
-def _fitting(ask: Ask) -> Iterator[str]:
+def _of_host(one: Weighed) -> int:
+    """Bytes of a host's main memory, with GPUs in it."""
+    return sum(one.memory.host.values())
+
+
+def _fitting(ask: Ask, ram: int | None) -> Iterator[str]:
+    def held(one: Weighed | None) -> TypeGuard[Weighed]:
+        return one is not None and one.fits and (ram is None or _of_host(one) <= ram)
+
     config, free, slow = ask.config, relaxed(ask), False
     for words, changed in _lighter(config):
         one = _chosen(replace(ask, config=changed, own=None if changed.zero.name == AUTO else ask.own))
-        if one is not None and one.fits:
+        if held(one):
             slow = one.zero in OFFLOADED
             yield f"{words}   ({one.zero}, {_gib(one.memory.total)} GiB)"
             break
     found, left = smallest(free), _left_to_planner(config)
     more = found is None or found[0] > ask.world
-    if found is not None and more:
+    if found is not None and more and held(found[1]):
         yield " ".join([_number(found[0], ask), *left]) + f"   ({_gpus(found[0])} or more)"
     for name, tune in _lighter_tuning(config):
         one = most_frugal(replace(free, config=replace(free.config, tune=tune)))
-        if one is not None and one.fits and not check_targets(ask.shape, tune):
+        if held(one) and not check_targets(ask.shape, tune):
             yield (
                 " ".join([f"tune={name}", *_parts_to_type(config.tune, name), *left]) + f"   (fits here{_needs(name)})"
             )
     if found is None:
         yield from _shorter(free, left)
     host = offloaded(free) if more and not slow and config.zero.name != AUTO else None
-    if host is not None:
+    if held(host):
         others = (word for word in left if not word.startswith("zero="))
         yield " ".join([f"zero={host.zero}{_without_own(config)}", *others]) + "   (slow: states cross the host link)"
 

@@ -132,8 +132,8 @@ def _decide(config: RunConfig, facts: Facts, problems: _Problems) -> _Decided | 
     decision = None if ask is None else problems.attempt(choose, ask)
     if ask is None or decision is None:
         return None
-    too_small, tight = shortfall(ask, decision.chosen)
     ram = facts.ram_bytes if placement.transport == "local" and not placement.assumed else None
+    too_small, tight = shortfall(ask, decision.chosen, ram)
     if ram is not None:
         needed = of_host(decision.chosen.memory.host, placement.device)
         too_small += host_problems({placement.hosts[0].name: ram}, placement.hosts, needed, ask).values()

@@ -80,7 +80,7 @@ def refit(
     except ConfigError as error:
         return Refitted(plan=plan, problems=(*early, *((gpu.host, problem, True) for problem in error.problems)))
     chosen = decision.chosen
-    problems, warnings = shortfall(ask, chosen)
+    problems, warnings = shortfall(ask, chosen, min(ram.values(), default=None))
     warnings = [*(text for text in plan.warnings if not text.startswith(MARK)), *warnings]
     batch = replace(
         plan.batch,

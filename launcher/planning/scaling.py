@@ -75,10 +75,10 @@ def most_frugal(ask: Ask, names: Sequence[str] = ()) -> Weighed | None:
     for setting, _ in finished(ask, names or sharded(ask)):
         one = scales.weigh(setting, tokens, layers)
         if one.fits:
-            return one
+            return scales.whole(one)
         if least is None or one.memory.total < least.memory.total:
             least = one
-    return least
+    return least and scales.whole(least)
 
 
 def offloaded(ask: Ask) -> Weighed | None:

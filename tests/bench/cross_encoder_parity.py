@@ -166,4 +166,6 @@ def versions() -> str:
 
 
 if __name__ == "__main__":
+    if not sys.argv[1:] or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
     sys.exit(main(Path(sys.argv[1])))

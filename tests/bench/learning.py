@@ -399,4 +399,6 @@ def main(folder: Path, names: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    if not sys.argv[1:] or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
     sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

@@ -1,4 +1,4 @@
-"""Write a checkpoint of random weights within seconds: `python -m tests.bench.peer_model FOLDER`.
+"""Write a checkpoint of random weights within seconds: `python -m tests.bench.peer_model FOLDER [small]`.
 
 What save_pretrained would write: config.json, safetensors files with their index, tokenizer and processor. Tensors are
 made on the GPU and written by several threads. Both sides of a comparison read these files, so that they start from
@@ -8,8 +8,8 @@ ids of Qwen's own, which ms-swift knows by number.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -128,6 +128,9 @@ def _values(name: str, size: torch.Size, device: str, generator: torch.Generator
 
 
 if __name__ == "__main__":
-    begun = time.time()
-    write_checkpoint(Path(sys.argv[1]), small="small" in sys.argv[2:])
-    print(f"{sys.argv[1]}: {time.time() - begun:.1f} s")
+    begun, parser = time.time(), argparse.ArgumentParser(prog="python -m tests.bench.peer_model")
+    parser.add_argument("folder", type=Path, help="where it is written: 16 GB")
+    parser.add_argument("size", nargs="?", choices=["small"], help="a model for a CPU")
+    asked = parser.parse_args()
+    write_checkpoint(asked.folder, small=asked.size is not None)
+    print(f"{asked.folder}: {time.time() - begun:.1f} s")

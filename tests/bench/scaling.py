@@ -160,7 +160,7 @@ def run(options: argparse.Namespace) -> int:
     begun = time.time()
     works = _works(options)
     has = 2 if options.small else _gpus_here()
-    counts = [gpus for gpus in _counts(options) if gpus <= has]
+    counts = [gpus for gpus in options.gpus if gpus <= has]
     print(f"{has} GPUs here; to be run on {counts}", flush=True)
     if not counts:
         return 1
@@ -189,7 +189,7 @@ def run(options: argparse.Namespace) -> int:
 
 def predict(options: argparse.Namespace) -> int:
     """Plan every work for every number of GPUs, and print the table."""
-    works, counts = _works(options), _counts(options)
+    works, counts = _works(options), options.gpus
     bench = _bench(options, works, max(counts))
     count_lengths(bench, works, max(counts), machine=False)
     file = bench.folder / f"{FORETOLD}.jsonl"
@@ -235,14 +235,24 @@ def drawing(outcomes: list[Outcome]) -> str:
 
 
 def _works(options: argparse.Namespace) -> list[Work]:
-    chosen = [WORKS[name] for name in options.works.split(",")]
+    chosen: list[Work] = options.works
     if options.small:
         chosen = [work.small() for work in chosen]
     return [replace(work, rows=options.rows) for work in chosen] if options.rows else chosen
 
 
-def _counts(options: argparse.Namespace) -> list[int]:
-    return [int(count) for count in options.gpus.split(",")]
+def _counts(text: str) -> list[int]:
+    """Numbers of GPUs; ValueError is answered by argparse."""
+    counts = [int(count) for count in text.split(",")]
+    if min(counts) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: a count of GPUs is 1 or more")
+    return counts
+
+
+def _named(text: str) -> list[Work]:
+    if unknown := [name for name in text.split(",") if name not in WORKS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]}: there is {', '.join(WORKS)}")
+    return [WORKS[name] for name in text.split(",")]
 
 
 def _bench(options: argparse.Namespace, works: list[Work], most: int) -> Bench:
@@ -268,8 +278,12 @@ def _options() -> argparse.Namespace:
         verb = verbs.add_parser(name)
         verb.set_defaults(do=do)
         verb.add_argument("folder", type=Path)
-        verb.add_argument("--gpus", default=COUNTS, help="numbers with commas; more than there are is left out")
-        verb.add_argument("--works", default=",".join(WORKS), help=f"of {', '.join(WORKS)}, the most wanted first")
+        verb.add_argument(
+            "--gpus", type=_counts, default=COUNTS, help="numbers with commas; more than there are is left out"
+        )
+        verb.add_argument(
+            "--works", type=_named, default=",".join(WORKS), help=f"of {', '.join(WORKS)}, the most wanted first"
+        )
         verb.add_argument("--rows", type=int, help="a GPU and optimizer step; default: each work's own")
         verb.add_argument("--attention", default="auto", help="a kernel for all, which must be installed")
         verb.add_argument("--small", action="store_true", help="the tiny model on the CPU")

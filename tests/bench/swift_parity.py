@@ -184,4 +184,6 @@ def versions(swift_python: str) -> str:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
     sys.exit(main(Path(sys.argv[1]), sys.argv[2]))
