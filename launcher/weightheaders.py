@@ -109,6 +109,6 @@ def _header(file: Path) -> dict[str, Stored]:
             if width is not None and end - first != math.prod(shape) * width:
                 raise Damaged(f"{file} is damaged: {name} does not lie in it as its header says")
             found[name] = Stored(file=file, start=8 + length + first, shape=shape, dtype=dtype)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{file} is damaged, or no safetensors file: its header cannot be read") from error
     return found

@@ -267,6 +267,7 @@ def test_each_way_out_is_one(words: tuple[str, ...], attempts: tuple[str, ...]) 
     assert len(problem.tries) == len(attempts)
     for attempt, begins in zip(problem.tries, attempts, strict=True):
         assert attempt.startswith(begins)
+        assert ("needs bitsandbytes" in attempt) == ("tune=qlora" in attempt)
         assert retyped(words, attempt).choices[0].fits
 
 

@@ -14,7 +14,8 @@ from launcher.plain import to_data
 from launcher.reporting.record import read_record
 from launcher.rundir import RunDir
 from launcher.spec import RunPlan
-from tests.bench.scaling import drawing
+from tests.bench import scaling, workloads
+from tests.bench.scaling import Bench, drawing
 from tests.bench.scaling_outcomes import FORETOLD, LINKS, Outcome, bare, efficiencies, measured, planned, read, table
 from tests.bench.scaling_works import WORKS, Work
 from tests.planning_support import gpus, plan
@@ -37,6 +38,42 @@ def test_every_work_is_a_command_that_fits_on_eight_gpus(name: str) -> None:
     assert found.env["NCCL_NVLS_ENABLE"] == "0"
     saved = found.config.checkpoint.every_steps
     assert saved == (WORKS[name].steps - 1 if found.config.tune.name == "lora" else None)
+
+
+def test_a_kernel_for_all_works_is_typed(tmp_path: Path) -> None:
+    for attention in ("auto", "flash_attention_4"):
+        bench = Bench(folder=tmp_path, small=False, data={"text": Path("rows.jsonl")}, attention=attention)
+        for machine in (True, False):
+            assert bench.words(TEXT, 2, "stage1", machine=machine).count(f"attention={attention}") == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "said"),
+    [
+        (scaling, ("run", "made", "--gpus", "0"), "--gpus"),
+        (scaling, ("run", "made", "--gpus", "two"), "--gpus"),
+        (scaling, ("run", "made", "--works", "text,nothing"), "--works"),
+        (workloads, ("made", "many"), "rows"),
+        (workloads, (), "folder"),
+    ],
+)
+def test_wrong_words_are_answered_and_write_nothing(
+    script: Any,
+    words: tuple[str, ...],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [script.__name__, *words])
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", [script.__name__, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    assert ended.value.code == 0 and list(tmp_path.iterdir()) == []
 
 
 def outcome(gpus: int, rate: float | None, *, work: Work = TEXT, status: str = "done", **fields: Any) -> Outcome:

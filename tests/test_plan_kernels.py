@@ -13,8 +13,10 @@ from launcher import attention_needs
 from launcher.errors import ConfigError, Problem
 from launcher.planning.choices import choose_attention
 from launcher.planning.describe import describe
+from launcher.planning.links import sizes_of
 from launcher.planning.placement import place
 from launcher.planning.refit import SeenGpu, refit
+from launcher.planning.states import numbers, states
 from launcher.running.facts import zero_files
 from launcher.spec import plan_from_json, plan_to_json
 from launcher.training import attention
@@ -67,6 +69,45 @@ def test_gpus_that_triton_does_not_know_get_plain_layers() -> None:
     assert not setting_of(old).fused and not setting_of(old).fast_tower
     with pytest.raises(ConfigError, match=r"train\.kernels=fused: Triton[^$]*try  train\.kernels=auto"):
         plan(*words, "train.kernels=fused", gpus=T4)
+
+
+STAGE3 = ("zero=stage3", "model=qwen3_vl_8b", *WORDS[1:], "batch.max_tokens=8192")
+
+
+@pytest.mark.parametrize(
+    ("words", "fast"),
+    [
+        ((), True),
+        (("tune.projector=full",), False),  # gradients come as modules are called
+        (("tune.projector=full", "zero=stage2"), True),
+        (("tune.vision=lora",), False),
+        (("zero=stage3_offload",), True),
+    ],
+)
+def test_the_plan_knows_when_a_tower_is_gathered_at_once(words: tuple[str, ...], fast: bool) -> None:
+    typed = {word.split("=")[0] for word in words}
+    made = plan(*(word for word in STAGE3 if word.split("=")[0] not in typed), *words, gpus=gpus(2))
+    setting = setting_of(made)
+    assert setting.fast_tower == fast
+    zero = {**made.deepspeed["zero_optimization"], "offload_param": {"device": "nvme"}}
+    on_files = replace(setting, deepspeed={**made.deepspeed, "zero_optimization": zero})
+    assert on_files.fast_tower == (fast and setting.stage < 3)
+
+
+def test_a_tower_that_is_gathered_at_once_costs_fewer_calls_and_no_less_memory() -> None:
+    setting = setting_of(plan(*STAGE3, gpus=gpus(2)))
+    plain = replace(setting, capability=(7, 5))  # Triton's kernels are missing there, and nothing else is compared
+    whole, one_by_one = (sizes_of(one, sees=True).gathers[0] for one in (setting, replace(plain, attention="varlen")))
+    assert setting.shape.vision is not None
+    depth, block = setting.shape.vision.depth, len(setting.shape.vision.block)
+    assert one_by_one - whole >= depth * block - 1
+    assert sizes_of(setting, sees=False).gathers[0] == whole - 1  # nobody runs it without a picture
+    tower = sum(t.elements for t in numbers(setting).all if t.part in ("vision", "projector"))
+    assert numbers(setting).tower == tower > 500e6 and numbers(plain).tower == 0
+    # However little may be there at once by the user's word, the whole tower is.
+    zero = {**setting.deepspeed["zero_optimization"], "stage3_max_live_parameters": 10**7}
+    few = replace(setting, deepspeed={**setting.deepspeed, "zero_optimization": zero})
+    assert states(few).forward["gathered weights"] >= 2 * tower
 
 
 def test_gpus_that_no_table_names_are_taken_as_their_driver_tells() -> None:

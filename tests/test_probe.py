@@ -23,7 +23,7 @@ from launcher.running.addresses import candidates_of, choose_interface, nccl_fit
 from launcher.running.binding import bind
 from launcher.running.crew import Stopped
 from launcher.running.findings import Finding, problems
-from launcher.running.machines import Reference, judge
+from launcher.running.machines import Reference, imported, judge
 from launcher.running.oddities import oddities
 from launcher.running.panel import Panel, Silence
 from launcher.running.transport import BOOT, LOST, Channel, Door
@@ -100,6 +100,22 @@ def test_probe_says_what_it_sees(tmp_path: Path) -> None:
     assert look["processors"]["allowed"] == sorted(os.sched_getaffinity(0))
     assert {"interface": "lo", "address": "127.0.0.1"}.items() <= look["addresses"][0].items()
     assert abs(look["ahead_s"]) < 2
+
+
+def test_a_module_inside_a_package_is_found_without_an_import(tmp_path: Path) -> None:
+    """flash-attn 4 lies in a folder without __init__.py, or inside flash-attn 2, whose import takes seconds."""
+    (bare := tmp_path / "bare" / "flash_attn" / "cute").mkdir(parents=True)
+    (inside := tmp_path / "inside" / "flash_attn" / "cute").mkdir(parents=True)
+    for folder in (bare, inside):
+        (folder / "interface.py").touch()
+    (inside.parent / "__init__.py").write_text("raise SystemExit('was imported')")
+    for folder in (bare, inside):
+        path = [str(folder.parents[1])]
+        assert probe.locate("flash_attn.cute.interface", path) == str(folder / "interface.py")
+        assert probe.locate("flash_attn.cute.other", path) is None
+        assert probe.locate("flash_attn.none.interface", path) is None
+    assert probe.locate("flash_attn", [str(bare.parents[1])]) is None  # a folder alone is no package
+    assert probe.locate("no_such_package.cute", [str(tmp_path)]) is None
 
 
 def test_a_working_folder_that_comes_after_the_first_look_is_seen(tmp_path: Path) -> None:
@@ -347,6 +363,11 @@ JUDGED = [
         "computes wrong gradients (deepspeedai",
     ),  # G11
     ({"versions": {**look()["versions"], "flash-attn": "2.8"}}, "versions", "flash-attn 2.8, but not installed on a"),
+    (
+        {"versions": {**look()["versions"], "flash-attn-4": "4.0"}},
+        "versions",
+        "flash-attn-4 4.0, but not installed on a",
+    ),
     ({"missing": ["deepspeed"]}, "packages", "/venv/python lacks deepspeed"),
     ({"missing": ["cudnn"]}, "packages", "attention=cudnn needs nvidia-cudnn-frontend: pip install"),
     ({"cwd": False}, "folder", "the working folder /w is not there"),
@@ -393,6 +414,16 @@ def test_each_difference_names_its_host(seen: dict[str, Any], what: str, reason:
     found = judge(plan, looks, reference)
     assert {row.host for row in found} == {"b"}
     assert any(row.what == what and reason in row.reason for row in found), found
+
+
+def test_hosts_are_asked_for_the_very_module_of_a_kernel() -> None:
+    plan, looks = two(missing=["flash_attn.cute.interface"])
+    config = dataclasses.replace(plan.config, attention=AttentionConfig(name="flash_attention_4"))
+    plan = dataclasses.replace(plan, config=config)
+    assert "flash_attn.cute.interface" in imported(plan)
+    (found,) = judge(plan, looks, Reference(cwd="/w", digest="d", versions={"python": "3.11"}))
+    assert (found.host, found.what) == ("b", "packages")
+    assert found.reason == "attention=flash_attention_4 needs flash-attn-4: pip install flash-attn-4"
 
 
 def test_equal_hosts_have_no_findings() -> None:

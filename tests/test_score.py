@@ -141,12 +141,23 @@ def test_an_export_scores_and_measures_as_its_checkpoint(
     (tmp_path / "export/golden.json").write_text(json.dumps(golden))
     assert use("golden", str(tmp_path / "export")) == 4
 
+    plan = trained.usable_plan(trained.find_target(str(tmp_path / "export"), "runs"), [], "cpu")
+    weights = tmp_path / "export/model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-8])
+    with pytest.raises(ConfigError, match=r"model\.safetensors is cut short[^$]*try  python -m launcher export RUN"):
+        trained.find_target(str(tmp_path / "export"), "runs")
+    options = argparse.Namespace(verb="golden", weights=tmp_path / "export", tolerance=None)
+    with pytest.raises(ConfigError, match=r"would not load[^$]*try  python -m launcher export RUN"):
+        verbs.run(plan, options)  # cut short between the look and the load
+
 
 def test_the_verbs_start_a_process_of_their_own(run: RunDir, launch: Any, tmp_path: Path) -> None:
     rows = run.path.parent / "rows.jsonl"
     done = launch("score", str(rows), "--model", str(run.path), "--device", "cpu", cwd=tmp_path, timeout_s=120)
     assert done.returncode == 0, done.stderr
     assert "6 rows, 4 with an error" in done.stdout
+    assert "Warning" not in done.stderr and "accelerator" not in done.stdout + done.stderr  # of what nobody can change
     assert len((tmp_path / "rows.scores.jsonl").read_text().splitlines()) == 6
     part = (f"dataset.train={run.path.parent / 'eval.jsonl'}", "dataset.eval_fraction=0.5")  # as a run may have it
     words = ("evaluate", str(run.path), *part, "--device", "cpu", "-o", "held.json")

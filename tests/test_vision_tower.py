@@ -91,6 +91,38 @@ def test_why_a_tower_is_left_to_transformers() -> None:
     assert why_plain(tower, family) == "its linear layers are Linear4bit"
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
+def test_a_sharded_tower_is_one_module_that_calls_the_same_ones_each_time(family: str) -> None:
+    """ZeRO-3 gathers where a module is called, and wants the same calls on every rank: one may know the sizes of its
+    images already while another sees them for the first time."""
+    tower, plain = make_tower(family), make_tower(family)
+    sight = Sight(tower, FAMILIES[family], ATTEND, shards="none")
+    assert sight._compute is tower and isinstance(tower.fused, FrozenTower)
+    called: list[str] = []
+    for name, module in tower.named_modules():
+        module.register_forward_pre_hook(lambda *_, name=name: called.append(name))
+    pixels, seen = make_pixels(tower, GRIDS), []
+    for _ in range(2):  # with tables made, and with tables kept
+        called.clear()
+        got, deep = sight.compute(pixels, GRIDS)
+        seen.append(list(called))
+        wanted, wanted_deep = PlainTower(plain)(pixels, GRIDS)
+        torch.testing.assert_close([got, *deep], [wanted, *wanted_deep], atol=1e-5, rtol=1e-5)
+        assert not got.requires_grad
+    assert seen[0] == seen[1] and seen[0][0] == "" and seen[0].count("") == 1
+    assert {name.split(".")[0] for name in seen[0][1:]} <= {"merger", "deepstack_merger_list"}
+
+
+@pytest.mark.parametrize(("shards", "trains"), [("nvme", ""), ("none", "merger"), ("cpu", "blocks")])
+def test_a_sharded_tower_stays_as_it_is_where_gradients_or_files_need_it(shards: str, trains: str) -> None:
+    tower = make_tower("qwen3_vl")
+    for name, parameter in tower.named_parameters():
+        parameter.requires_grad_(bool(trains) and name.startswith(trains))
+    sight = Sight(tower, FAMILIES["qwen3_vl"], ATTEND, shards=shards)
+    assert isinstance(sight._compute, PlainTower) and not hasattr(tower, "fused")
+    assert "forward" not in vars(tower)
+
+
 @pytest.fixture(scope="module")
 def batches(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[MicroBatch]]:
     """A scorer with a frozen tower, and micro-batches of all groups and of each alone."""
